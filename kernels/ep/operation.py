@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ..exchange.call import NumberedCalls
-from ..moe.operation import check_choices, check_experts
+from ..moe.launch import check_experts
+from ..moe.tokens import check_choices
 from ..signals import Failure
 from ..tensors import Apart, check_no_gradient, check_out, check_sizes, check_tensor
 from .launches import Dispatched, Launches, Sizes

@@ -19,8 +19,7 @@ equal `tokens`, so their parts of the collectives fit together, and a graph may 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -31,22 +30,18 @@ from ..exchange.flags import ARRIVED
 from ..launches.settled import SettledLaunches
 from ..signals import Failure
 from ..tensors import (
-    Apart,
     OwnBuffer,
     check_distinct,
-    check_no_gradient,
     check_overlap,
     check_sizes,
     check_tensor,
-    layout_of,
     pitch_of,
-    remember,
     room_in,
 )
 from .ag_moe_kernel import all_gather_moe
-from .launch import HEIGHTS, ExpertShape
-from .operation import ExpertOperands, ExpertOperation, ExpertPlan, check_experts
-from .plan import Plan, Routing
+from .launch import HEIGHTS, ExpertShape, check_experts
+from .operation import ExpertOperands, ExpertOperation, ExpertPlan
+from .plan import Routing, Sorting
 
 
 def _nothing() -> None:
@@ -77,7 +72,8 @@ class AllGatherMoE(ExpertOperation):
     call of its class; a replay waits for its peers as any collective does.
     """
 
-    _orders, _by_first, _way, _puts = 2, False, "ag_moe way", True
+    _orders, _by_first, _shared_order = 2, False, 0
+    _rows_name, _weighted, _way, _puts = "x_shard", "route", "ag_moe way", True
 
     def __init__(
         self,
@@ -121,7 +117,9 @@ class AllGatherMoE(ExpertOperation):
         operation: see `exchange.call`. They are raised at the end of the call on the CPU, and on a GPU by a
         later call, `check` or `close`.
         """
-        return self._call("call", x_shard, weight, topk_ids, None, out, tokens, None)[0]
+        operands = ExpertOperands(x_shard, weight, topk_ids, out=out)
+        products: torch.Tensor = self._call("call", tokens, operands)[0]
+        return products
 
     def route(
         self,
@@ -137,11 +135,15 @@ class AllGatherMoE(ExpertOperation):
         Later calls with the same choices take it and sort nothing: `MoEReduceScatter.by_expert`, which finds
         the weights [T_r, topk] of all ranks in it, and `by_expert`. All ranks call `route`, or none.
         """
-        return self._call("route", x_shard, weight, topk_ids, topk_weights, None, tokens, None)
+        operands = ExpertOperands(x_shard, weight, topk_ids, topk_weights)
+        result: tuple[torch.Tensor, Routing] = self._call("route", tokens, operands)
+        return result
 
     def by_expert(self, x_shard: torch.Tensor, weight: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Return the products of tokens that `route` has sorted, in that order."""
-        return self._call("by_expert", x_shard, weight, None, None, None, None, routing)[0]
+        operands = ExpertOperands(x_shard, weight, routing=routing)
+        products: torch.Tensor = self._call("by_expert", None, operands)[0]
+        return products
 
     @property
     def shard(self) -> torch.Tensor:
@@ -153,85 +155,26 @@ class AllGatherMoE(ExpertOperation):
         self._check_usable()
         return self._shard
 
-    # ---- one call, see `exchange.call`
+    # ---- one call
 
-    def _plan(self, given: tuple[Any, ...], is_capturing: bool) -> ExpertPlan:
-        kind, x_shard, weight, topk_ids, topk_weights, out, tokens, routing = given
-        self._begin_plan(kind, tokens, is_capturing=is_capturing)
-        check_no_gradient("AllGatherMoE", x_shard=x_shard, weight=weight, out=out)
-        if routing is not None:
-            self._check_tokens(x_shard, weight)
-            self._check_routing(routing, weight)
-            if x_shard.shape[0] != routing.tokens[self.rank]:
-                shapes = f"x_shard {list(x_shard.shape)} and a routing of tokens {list(routing.tokens)}"
-                raise ValueError(f"{shapes}: rank {self.rank} must pass as many")
-            return ExpertPlan(kind, weight.shape[0], routing.topk, has_weights=False)
-        lie = self._own.layout_of(x_shard), layout_of(weight), layout_of(topk_ids), self._own.layout_of(out)
-        apart = self._checked.get(lie)
-        if apart is None:
-            self._check_arguments(x_shard, weight, topk_ids, out)
-            made = Apart(out, x_shard=x_shard, weight=weight, topk_ids=topk_ids)
-            apart = remember(self._checked, lie, made)
-        assert topk_ids is not None
-        if topk_weights is not None or kind == "route":
-            self._check_weights(topk_ids, topk_weights)
-        apart.check(out, x_shard, weight, topk_ids)
-        own, topk = topk_ids.shape
-        check = functools.partial(self._check_rows, out, topk)
-        self._learn_tokens(own, tokens, check, is_capturing=is_capturing)
-        return ExpertPlan(kind, weight.shape[0], topk, topk_weights is not None)
+    def _layout_of(self, tensor: Any) -> Hashable:
+        return self._own.layout_of(tensor)
 
-    def _allocate_results(self, plan: ExpertPlan, given: tuple[Any, ...]) -> ExpertOperands:
-        _, x_shard, weight, topk_ids, topk_weights, out, _, routing = given
-        if out is None:
-            rows = sum(self._told) * plan.topk if routing is None else len(routing.rows)
-            out = x_shard.new_empty((rows, weight.shape[1]))
-        return ExpertOperands(x_shard, weight, topk_ids, topk_weights, out, routing)
+    def _differentiable(self, operands: ExpertOperands) -> dict[str, torch.Tensor | None]:
+        return {"x_shard": operands.rows, "weight": operands.weight, "out": operands.out}
 
-    def _put(self, plan: ExpertPlan, operands: ExpertOperands) -> ExpertOperands:
+    def _check_operands(self, operands: ExpertOperands) -> None:
         x_shard = operands.rows
-        if len(x_shard) and x_shard.data_ptr() != self._own.begin:
-            self._shard[: len(x_shard)].copy_(x_shard.detach())
-        return operands
-
-    def _exchange(
-        self, plan: ExpertPlan, operands: ExpertOperands, is_gathered: bool, is_capturing: bool
-    ) -> tuple[torch.Tensor, Routing | None]:
-        x_shard, weight, topk_ids, _, out, routing, _ = operands
-        self._tell(plan, operands, is_gathered=is_gathered, at_once=not is_capturing)
-        join = self._gather_rows() if is_gathered else self._push(x_shard.shape[0])
-        sorting: tuple[Plan, torch.Tensor | None]
-        if plan.kind == "call":
-            assert topk_ids is not None
-            sorting = self._sort(topk_ids, plan.experts, first=self.rank, is_gathered=is_gathered), None
-        elif plan.kind == "route":
-            assert topk_ids is not None
-            routing = self._route(topk_ids, plan.experts, is_gathered=is_gathered)
-            sorting = routing.plan, None
-        else:
-            assert routing is not None
-            sorting = routing.plan, routing.sources(max(self._told) if is_gathered else self._capacity)
-        join()
-        self._launch(weight, out, plan, *sorting, is_gathered=is_gathered)
-        if not is_gathered:  # no tile writes rows of choices that are missing
-            filler_of_all(out, self._flags.local, self.rank)(out)
-            self._pushes.stream.join()
-        return out, routing
-
-    def _check_tokens(self, x_shard: torch.Tensor, weight: torch.Tensor) -> None:
         check_tensor("x_shard", x_shard, self._dtype, self.device)
-        check_experts(weight, self._k, self._dtype, self.device)
+        check_experts(operands.weight, self._k, self._dtype, self.device)
         if x_shard.shape[1] != self._k:
             raise ValueError(
                 f"x_shard has shape {list(x_shard.shape)}; its rows must have K={self._k} elements"
             )
         check_overlap("x_shard", x_shard, self._shard, "T_r")
 
-    def _check_arguments(
-        self, x_shard: torch.Tensor, weight: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor | None
-    ) -> None:
-        self._check_tokens(x_shard, weight)
-        self._check_ids(topk_ids)
+    def _check_result(self, operands: ExpertOperands) -> None:
+        x_shard, weight, topk_ids, _, out, _, _ = operands
         if len(topk_ids) != len(x_shard):
             given = f"x_shard {list(x_shard.shape)} and topk_ids {list(topk_ids.shape)}"
             raise ValueError(f"{given} must have a row for each of the same tokens")
@@ -242,10 +185,40 @@ class AllGatherMoE(ExpertOperation):
             check_distinct("out", out)
             self._own.check_beside("out", out, "op.shard", "peers read")
 
-    def _check_rows(self, out: torch.Tensor | None, topk: int, told: tuple[int, ...]) -> None:
-        rows = sum(told) * topk
+    def _check_rows(self, operands: ExpertOperands, topk: int) -> None:
+        x_shard, out, routing = operands.rows, operands.out, operands.routing
+        if routing is not None and len(x_shard) != routing.tokens[self.rank]:
+            shapes = f"x_shard {list(x_shard.shape)} and a routing of tokens {list(routing.tokens)}"
+            raise ValueError(f"{shapes}: rank {self.rank} must pass as many")
+        rows = sum(self._told) * topk
         if out is not None and out.shape[0] != rows:
             raise ValueError(f"out has shape {list(out.shape)}; the result has {rows} rows")
+
+    def _result_shape(self, plan: ExpertPlan, operands: ExpertOperands) -> tuple[int, int]:
+        return sum(self._told) * plan.topk, operands.weight.shape[1]
+
+    def _put(self, plan: ExpertPlan, operands: ExpertOperands) -> ExpertOperands:
+        x_shard = operands.rows
+        if len(x_shard) and x_shard.data_ptr() != self._own.begin:
+            self._shard[: len(x_shard)].copy_(x_shard.detach())
+        return operands
+
+    def _exchange(
+        self, plan: ExpertPlan, operands: ExpertOperands, is_gathered: bool, is_capturing: bool
+    ) -> tuple[torch.Tensor, Routing | None]:
+        out = operands.out
+        self._tell(plan, operands, is_gathered=is_gathered, at_once=not is_capturing)
+        join = self._gather_rows() if is_gathered else self._push(len(operands.rows))
+        sorting = self._sort(plan, operands, is_gathered=is_gathered)
+        sources = sorting.plan.sources
+        if operands.routing is not None:  # it may be of chunks that lie further apart
+            sources = operands.routing.sources(max(self._told) if is_gathered else self._capacity)
+        join()
+        self._launch(operands.weight, out, sorting, sources)
+        if not is_gathered:  # no tile writes rows of choices that are missing
+            filler_of_all(out, self._flags.local, self.rank)(out)
+            self._pushes.stream.join()
+        return out, sorting.routing
 
     def _gather_rows(self) -> Callable[[], None]:
         """Enqueue the collective of rows beside what follows; return what orders later work behind it."""
@@ -268,28 +241,19 @@ class AllGatherMoE(ExpertOperation):
         return _nothing
 
     def _launch(
-        self,
-        weight: torch.Tensor,
-        out: torch.Tensor,
-        of_call: ExpertPlan,
-        plan: Plan,
-        sources: torch.Tensor | None,
-        *,
-        is_gathered: bool,
+        self, weight: torch.Tensor, out: torch.Tensor, sorting: Sorting, sources: torch.Tensor
     ) -> None:
-        """Enqueue the kernel of a call; is_gathered: as of a single rank. sources: in place of the plan's."""
+        """Enqueue the kernel of a call; sources: in place of the plan's."""
         tokens, flags, rank = self._gather.local, self._flags.local, self.rank
-        ends, tables, is_sorted = plan.ends, plan.tables, of_call.kind != "call"
-        if is_gathered:
+        if sorting.is_gathered:
             tokens, flags, rank = self._gathered(), self._arrived, 0
-            first = HEIGHTS if is_sorted else 0  # a shared sorting has stages: by expert is order 1
-            ends, tables = plan.ends_of_all[first:], plan.tables[first:]
-        planned = (plan.rows, plan.sources if sources is None else sources, ends, tables)
+        plan = sorting.plan
+        planned = (plan.rows, sources, sorting.ends, sorting.tables)
         tensors = (tokens, weight, out, *planned, flags, self._errors)
         strides = (weight.stride(0), pitch_of(weight), out.stride(0))
-        of_layout = (_SETTLED, out.shape[0], weight, strides, tensors)
-        launch = self._launch_of(*of_layout, is_sorted=is_sorted, is_gathered=is_gathered, HEIGHTS=HEIGHTS)
-        launch((), tensors, (of_call.topk, plan.capacity, *strides, rank, self._patience_ticks))
+        of_layout = (_SETTLED, out.shape[0], weight, strides, tensors, sorting)
+        launch = self._launch_of(*of_layout, HEIGHTS=HEIGHTS)
+        launch((), tensors, (sorting.topk, plan.capacity, *strides, rank, self._patience_ticks))
 
     def _describe_wait(self, peer: int, failure: Failure) -> str:
         return f"rank {peer}, or one that it waits for, did not push its tokens in time"

@@ -17,7 +17,7 @@ from ..exchange.flags import ARRIVED
 from ..exchange.peers import Peers, release_if_given_up, wait_for_flag
 from ..products import store_rows
 from ..tiles import grouped_tile
-from .flags import NOT_PUSHED
+from .announcer import NOT_PUSHED
 from .launch import CPU_TILES, GPU_TILES, with_fields
 from .products import Weight, describe_weight, multiply_rows, table_of
 from .routing import ENTRY

@@ -1,4 +1,7 @@
-"""The first messages of a call: each rank sends its choices to all peers, by pushes or a collective."""
+"""The first messages of a call: each rank sends its choices to all peers, by pushes or a collective.
+
+And their encoding, and the codes of failures.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,26 @@ import math
 from collections.abc import Iterator
 
 import torch
+import triton.language as tl
 
 from ..agreement.collective import Collective
 from ..exchange.flags import FLAGS, FREE, GIVEN, ROWS_SENT
 from ..exchange.push import Pushes
 from ..symm import Step, SymmetricMemory, SymmetricTensor
-from .flags import TOPK_SPAN
+
+# ROWS_SENT is a rank's tokens * TOPK_SPAN + topk.
+TOPK_SPAN = tl.constexpr(64)
+MOST_CHOICES = 63  # of a token
+MOST_TOKENS = 2**24 - 1  # of a rank: ROWS_SENT stays below GIVEN_UP
+
+# The kinds of failure records.
+NOT_TOLD = tl.constexpr(1)
+NOT_PUSHED = tl.constexpr(2)
+OTHER_TOKENS = tl.constexpr(3)
+OTHER_TOPK = tl.constexpr(4)
+NO_EXPERT = tl.constexpr(5)
+NOT_COMPUTED = tl.constexpr(6)
+GIVEN_OTHERS = tl.constexpr(7)
 
 ROWS_TOLD = slice(ROWS_SENT.value, GIVEN.value + 1, GIVEN.value - ROWS_SENT.value)  # of flags
 

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from ..configs import INTERPRETED, candidate
-from ..tensors import begin_at_16_bytes, lies_by_columns, pitch_of
+from ..tensors import begin_at_16_bytes, check_tensor, lies_by_columns, pitch_of
 
 LOWEST_HEIGHT = 16  # of a tile; each following table of tiles is for twice as much
 
@@ -106,3 +106,13 @@ def lies_for_tma(weight: torch.Tensor) -> bool:
     dense = experts == 1 or strides[0] == lines * strides[1]
     ends = experts == 1 or not lies_by_columns(weight) or inner % LONGEST_K == 0
     return dense and ends and begin_at_16_bytes(weight.element_size(), (weight.data_ptr(),), strides)
+
+
+def check_experts(weight: torch.Tensor, columns: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise unless `weight` is [E, N, columns], by rows or by columns, of this type and device."""
+    needed = "[E, N, K] is needed, each at least 1"
+    check_tensor("weight", weight, dtype, device, 3, needed, may_lie_by_columns=True)
+    if 0 in weight.shape:
+        raise ValueError(f"weight has shape {list(weight.shape)}; {needed}")
+    if weight.shape[2] != columns:
+        raise ValueError(f"weight has shape {list(weight.shape)}; its rows must have K={columns} elements")

@@ -24,8 +24,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,40 +31,14 @@ import torch.distributed as dist
 from ..exchange.push import SumPusher
 from ..launches.settled import SettledLaunches
 from ..signals import Failure
-from ..tensors import (
-    Apart,
-    begin_at_16_bytes,
-    check_no_gradient,
-    check_out,
-    check_sizes,
-    check_tensor,
-    layout_of,
-    pitch_of,
-    remember,
-)
-from .flags import NOT_COMPUTED
-from .launch import HEIGHTS, ExpertShape
+from ..tensors import Apart, begin_at_16_bytes, check_out, check_sizes, check_tensor, pitch_of
+from .announcer import NOT_COMPUTED
+from .launch import ExpertShape, check_experts
 from .moe_rs_kernel import moe_reduce_scatter
-from .operation import ExpertOperands, ExpertOperation, ExpertPlan, check_experts
-from .plan import Plan, Routing
+from .operation import ExpertOperands, ExpertOperation, ExpertPlan
+from .plan import Routing, Sorting
 
 _SETTLED: SettledLaunches[ExpertShape] = SettledLaunches(moe_reduce_scatter, operation="MoEReduceScatter")
-
-
-@dataclass(frozen=True, eq=False)
-class _Choices:
-    """The choices of one call, and the parts of their sorting that the kernel reads."""
-
-    plan: Plan
-    weights: torch.Tensor
-    offsets: torch.Tensor
-    ends: torch.Tensor
-    tables: torch.Tensor
-    counters: torch.Tensor
-    tokens: tuple[int, ...]
-    topk: int
-    is_sorted: bool = False
-    is_gathered: bool = False  # the kernel takes them for one rank's
 
 
 class MoEReduceScatter(ExpertOperation):
@@ -90,7 +62,8 @@ class MoEReduceScatter(ExpertOperation):
     call T * topk * n more.
     """
 
-    _orders, _by_first, _way = 1, True, "moe_rs way"
+    _orders, _by_first, _shared_order = 1, True, 2
+    _rows_name, _weighted, _way = "y", "call", "moe_rs way"
 
     def __init__(
         self,
@@ -136,7 +109,10 @@ class MoEReduceScatter(ExpertOperation):
         operation: see `exchange.call`. They are raised at the end of the call on the CPU, and on a GPU by a
         later call, `check` or `close`.
         """
-        return self._call("call", y, weight, topk_ids, topk_weights, out, tokens, None, None)
+        sums: torch.Tensor = self._call(
+            "call", tokens, ExpertOperands(y, weight, topk_ids, topk_weights, out)
+        )
+        return sums
 
     def by_expert(
         self,
@@ -150,144 +126,75 @@ class MoEReduceScatter(ExpertOperation):
 
         weights: float32 [T * topk], of all ranks' choices, as sorted; None: those that were routed.
         """
-        return self._call("by_expert", y, weight, None, None, out, None, routing, weights)
+        operands = ExpertOperands(y, weight, out=out, routing=routing, factors=weights)
+        sums: torch.Tensor = self._call("by_expert", None, operands)
+        return sums
 
-    # ---- one call, see `exchange.call`
+    # ---- one call
 
-    def _plan(self, given: tuple[Any, ...], is_capturing: bool) -> ExpertPlan:
-        kind, y, weight, topk_ids, topk_weights, out, tokens, routing, weights = given
-        self._begin_plan(kind, tokens, is_capturing=is_capturing)
-        asked = {"topk_weights": topk_weights, "weights": weights}
-        check_no_gradient("MoEReduceScatter", y=y, weight=weight, out=out, **asked)
-        if routing is not None:
-            self._check_routed(y, weight, out, routing, weights)
-            return ExpertPlan(kind, weight.shape[0], routing.topk, has_weights=False)
-        given = (y, weight, topk_ids, topk_weights, out)
-        lie = tuple(map(layout_of, given))
-        apart = self._checked.get(lie)
-        if apart is None:
-            self._check_arguments(*given)
-            read = {"y": y, "weight": weight, "topk_ids": topk_ids, "topk_weights": topk_weights}
-            apart = remember(self._checked, lie, Apart(out, **read))
-        apart.check(out, y, weight, topk_ids, topk_weights)
-        assert topk_ids is not None
-        own, topk = topk_ids.shape
-        check = functools.partial(self._check_rows, y, topk)
-        self._learn_tokens(own, tokens, check, is_capturing=is_capturing)
-        return ExpertPlan(kind, weight.shape[0], topk, has_weights=True)
+    def _differentiable(self, operands: ExpertOperands) -> dict[str, torch.Tensor | None]:
+        y, weight, _, topk_weights, out, _, weights = operands
+        return {"y": y, "weight": weight, "out": out, "topk_weights": topk_weights, "weights": weights}
 
-    def _allocate_results(self, plan: ExpertPlan, given: tuple[Any, ...]) -> ExpertOperands:
-        _, y, weight, topk_ids, topk_weights, out, _, routing, weights = given
-        if out is None:
-            out = y.new_empty((self._told[self.rank], self._n))
-        return ExpertOperands(y, weight, topk_ids, topk_weights, out, routing, weights)
-
-    def _exchange(
-        self, plan: ExpertPlan, operands: ExpertOperands, is_gathered: bool, is_capturing: bool
-    ) -> torch.Tensor:
-        y, weight, topk_ids, _, out, routing, factors = operands
-        if routing is not None:
-            self._counters.zero_()
-        self._tell(plan, operands, is_gathered=is_gathered, at_once=not is_capturing)
-        if routing is not None:
-            factors = routing.weights if factors is None else factors.detach()
-            choices = self._routed(routing, factors, is_gathered)
-        else:
-            assert topk_ids is not None
-            sorting = self._sort(topk_ids, plan.experts, first=self.rank + 1, is_gathered=is_gathered)
-            choices = self._sorted(sorting, plan.topk, is_gathered)
-        self._scatter(y, weight, out, choices, is_capturing=is_capturing)
-        return out
-
-    def _check_routed(
-        self,
-        y: torch.Tensor,
-        weight: torch.Tensor,
-        out: torch.Tensor | None,
-        routing: Routing,
-        weights: torch.Tensor | None,
-    ) -> None:
-        factors = routing.weights if weights is None else weights
-        self._check_operands(y, weight)
-        self._check_routing(routing, weight)
-        self._check_rows(y, routing.topk, routing.tokens)
-        check_out(out, [routing.tokens[self.rank], self._n], self._dtype, self.device)
-        if out is not None:
-            read = {"y": y, "weight": weight, "weights": weights, "routing": routing.words}
-            Apart(out, **read).check(out, *read.values())
-        if factors.shape != (y.shape[0],) or factors.dtype != torch.float32 or not factors.is_contiguous():
-            given = f"weights are {list(factors.shape)} in {factors.dtype}"
-            raise ValueError(f"{given}; contiguous [{y.shape[0]}] in torch.float32 is needed")
-
-    def _check_arguments(
-        self,
-        y: torch.Tensor,
-        weight: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        out: torch.Tensor | None,
-    ) -> None:
-        self._check_operands(y, weight)
-        self._check_ids(topk_ids)
-        self._check_weights(topk_ids, topk_weights)
-        check_out(out, [topk_ids.shape[0], self._n], self._dtype, self.device)
-
-    def _check_operands(self, y: torch.Tensor, weight: torch.Tensor) -> None:
+    def _check_operands(self, operands: ExpertOperands) -> None:
+        y, weight = operands.rows, operands.weight
         check_tensor("y", y, self._dtype, self.device)
         check_experts(weight, y.shape[1], self._dtype, self.device)
         if weight.shape[1] != self._n:
             raise ValueError(f"weight has shape {list(weight.shape)}; [E, n={self._n}, K] is needed")
 
-    def _check_rows(self, y: torch.Tensor, topk: int, tokens: tuple[int, ...]) -> None:
-        rows = sum(tokens) * topk
+    def _check_result(self, operands: ExpertOperands) -> None:
+        check_out(operands.out, [len(operands.topk_ids), self._n], self._dtype, self.device)
+
+    def _check_rows(self, operands: ExpertOperands, topk: int) -> None:
+        y, weight, _, _, out, routing, weights = operands
+        rows = sum(self._told) * topk
         if y.shape[0] != rows:
-            wanted = f"tokens {list(tokens)} of the ranks with topk={topk} are {rows} rows"
+            wanted = f"tokens {list(self._told)} of the ranks with topk={topk} are {rows} rows"
             raise ValueError(f"y has {y.shape[0]} rows; {wanted}")
-
-    def _sorted(self, plan: Plan, topk: int, is_gathered: bool) -> _Choices:
-        """Return the choices as this call has sorted them."""
-        listed = (plan.offsets_of_all, plan.ends_of_all) if is_gathered else (plan.offsets, plan.ends)
-        read = (plan, self._weights.local, *listed, plan.tables, plan.counters, self._told, topk)
-        return _Choices(*read, is_gathered=is_gathered)
-
-    def _routed(self, routing: Routing, weights: torch.Tensor, is_gathered: bool) -> _Choices:
-        """Return the choices in order 2, by stage; gathered: in order 1, by expert."""
-        plan, order = routing.plan, 1 if is_gathered else 2
-        offsets, ends = (plan.offsets_of_all, plan.ends_of_all) if is_gathered else (plan.offsets, plan.ends)
-        listed = (offsets, ends[order * HEIGHTS :], plan.tables[order * HEIGHTS :], self._counters)
-        of_call = (routing.tokens, routing.topk)
-        return _Choices(plan, weights, *listed, *of_call, is_sorted=True, is_gathered=is_gathered)
-
-    def _scatter(
-        self,
-        y: torch.Tensor,
-        weight: torch.Tensor,
-        out: torch.Tensor,
-        choices: _Choices,
-        *,
-        is_capturing: bool,
-    ) -> None:
-        """Enqueue kernel and pushes of one call, behind its permits, and its end; or its collective."""
-        products = y.new_empty((y.shape[0], self._n))
-        if choices.is_gathered:
-            self._reduce(functools.partial(self._launch, y, weight), out, products, choices)
+        if routing is None:
             return
-        launch = functools.partial(self._launch, y, weight, out, products, choices)
-        ways = {"in_steps": self._in_steps(is_capturing=is_capturing), "at_once": not is_capturing}
-        self._pusher.run(launch, choices.tokens, in_pieces=False, **ways)
-        self._pushes.finish()
+        check_out(out, [self._told[self.rank], self._n], self._dtype, self.device)
+        read = {"y": y, "weight": weight, "weights": weights, "routing": routing.words}
+        Apart(out, **read).check(out, *read.values())
+        if weights is not None and (
+            weights.shape != (rows,) or weights.dtype != torch.float32 or not weights.is_contiguous()
+        ):
+            given = f"weights are {list(weights.shape)} in {weights.dtype}"
+            raise ValueError(f"{given}; contiguous [{rows}] in torch.float32 is needed")
 
-    def _reduce(
-        self, launch: Callable[..., None], out: torch.Tensor, products: torch.Tensor, choices: _Choices
-    ) -> None:
+    def _result_shape(self, plan: ExpertPlan, operands: ExpertOperands) -> tuple[int, int]:
+        return self._told[self.rank], self._n
+
+    def _exchange(
+        self, plan: ExpertPlan, operands: ExpertOperands, is_gathered: bool, is_capturing: bool
+    ) -> torch.Tensor:
+        y, routing, factors = operands.rows, operands.routing, operands.factors
+        if routing is not None:
+            self._counters.zero_()
+        self._tell(plan, operands, is_gathered=is_gathered, at_once=not is_capturing)
+        sorting = self._sort(plan, operands, is_gathered=is_gathered)
+        if factors is None:
+            factors = self._weights.local if routing is None else routing.weights
+        products = y.new_empty((y.shape[0], self._n))
+        launch = functools.partial(self._launch, y, operands.weight, products, factors.detach(), sorting)
+        if is_gathered:
+            self._reduce(launch, operands.out)
+        else:
+            ways = {"in_steps": self._in_steps(is_capturing=is_capturing), "at_once": not is_capturing}
+            self._pusher.run(functools.partial(launch, operands.out), self._told, in_pieces=False, **ways)
+            self._pushes.finish()
+        return operands.out
+
+    def _reduce(self, launch: Callable[..., None], out: torch.Tensor) -> None:
         """Enqueue the kernel of all ranks' tokens, and the collective, padded to equally many rows a rank."""
-        rows = max(choices.tokens)
+        tokens, rows = self._told, max(self._told)
         padded = self._pusher.room(self.world_size * rows)
-        are_equal = min(choices.tokens) == rows
-        sums = padded if are_equal else out.new_empty((sum(choices.tokens), self._n))
-        launch(sums, products, choices)
+        are_equal = min(tokens) == rows
+        sums = padded if are_equal else out.new_empty((sum(tokens), self._n))
+        launch(sums)
         if not are_equal:
-            parts = zip(padded.split(rows), sums.split(choices.tokens), strict=True)
+            parts = zip(padded.split(rows), sums.split(tokens), strict=True)
             for padded_part, part in parts:
                 padded_part[: len(part)].copy_(part)
         is_whole = len(out) == rows and out.is_contiguous()
@@ -305,29 +212,28 @@ class MoEReduceScatter(ExpertOperation):
         self,
         y: torch.Tensor,
         weight: torch.Tensor,
-        out: torch.Tensor,
         products: torch.Tensor,
-        choices: _Choices,
+        factors: torch.Tensor,
+        sorting: Sorting,
+        out: torch.Tensor,
         step: int | None = None,
     ) -> None:
         """Enqueue the kernel of a call, or of one stage; `step` is 0, 1, ... in the order of launches."""
-        world, rank, flags = self.world_size, self.rank, self._flags.local
-        if choices.is_gathered:
+        world, rank, flags, plan = self.world_size, self.rank, self._flags.local, sorting.plan
+        if sorting.is_gathered:
             world, rank, flags = 1, 0, self._arrived
         first_part, parts = (0, world) if step is None else (step, 1)
-        sums = (products, self._partial, self._staged.local, choices.weights)
-        plan = choices.plan
-        planned = (plan.rows, plan.sources, choices.offsets, choices.ends, choices.tables, choices.counters)
+        sums = (products, self._partial, self._staged.local, factors)
+        counters = self._counters if sorting.is_shared else plan.counters
+        planned = (plan.rows, plan.sources, sorting.offsets, sorting.ends, sorting.tables, counters)
         tensors = (y, weight, out, *sums, *planned, flags, self._errors)
         strides = (y.stride(0), weight.stride(0), pitch_of(weight), out.stride(0))
         addressable = begin_at_16_bytes(y.element_size(), (y.data_ptr(),), strides[:1])
         launch = self._launch_of(
-            *(_SETTLED, y.shape[0], weight, strides, tensors),
-            is_sorted=choices.is_sorted,
-            is_gathered=choices.is_gathered,
-            A_TMA_LEGAL=choices.is_sorted and self._has_tma and addressable,
+            *(_SETTLED, y.shape[0], weight, strides, tensors, sorting),
+            A_TMA_LEGAL=sorting.is_shared and self._has_tma and addressable,
         )
-        own = (choices.topk, self._capacity, plan.capacity, *strides)
+        own = (sorting.topk, self._capacity, plan.capacity, *strides)
         launch((), tensors, (*own, first_part, parts, rank, self._patience_ticks))
 
     def _describe_wait(self, peer: int, failure: Failure) -> str:

@@ -22,7 +22,7 @@ from ..exchange.peers import Peers, is_any_lost, release_if_given_up, wait_for_a
 from ..products import store_rows
 from ..signals import count_up, notify, poll_until, record_failure
 from ..tiles import claim_number, grouped_tile
-from .flags import NOT_COMPUTED, NOT_PUSHED
+from .announcer import NOT_COMPUTED, NOT_PUSHED
 from .launch import CPU_TILES, GPU_TILES, with_fields
 from .products import (
     Weight,

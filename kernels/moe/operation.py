@@ -11,19 +11,16 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..agreement.ballots import COLLECTIVE, REFUSED_TERMS, TERMS_BITS, Ballots
+from ..agreement.ballots import COLLECTIVE, REFUSED_TERMS, TERMS_BITS
 from ..agreement.collective import Collective
-from ..agreement.errors import RefusedByPeer
 from ..exchange.call import NumberedCalls
 from ..exchange.flags import ARRIVED, FLAGS, ROWS_SENT
 from ..exchange.operation import INTERPRETED_PROGRAMS, Refusal
 from ..exchange.push import Pushes
 from ..launches.settled import SettledLaunches, ShapeLaunch
 from ..signals import Failure
-from ..symm import SymmetricMemoryError
-from ..tensors import Apart, check_tensor, layout_of, lies_by_columns, remember
-from .announcer import Announcer, ChoiceGatherer
-from .flags import (
+from ..tensors import Apart, check_no_gradient, layout_of, lies_by_columns, remember
+from .announcer import (
     GIVEN_OTHERS,
     MOST_CHOICES,
     MOST_TOKENS,
@@ -32,49 +29,15 @@ from .flags import (
     OTHER_TOKENS,
     OTHER_TOPK,
     TOPK_SPAN,
+    Announcer,
+    ChoiceGatherer,
 )
 from .launch import ExpertShape, counted, lies_for_tma, size_class
-from .plan import Plan, Routing, shared_plan
+from .plan import BY_EXPERT, Plan, Routing, Sorting, shared_plan
 from .routing import SHARED_DIGEST, digest_of
+from .tokens import TokenCounts, check_ids, check_weights
 
-MOST_ROWS = 2**29  # places in the tables of tiles are int32
 KINDS = ("call", "route", "by_expert")  # of calls, which all ranks make alike
-
-
-def check_experts(weight: torch.Tensor, columns: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise unless `weight` is [E, N, columns], by rows or by columns, of this type and device."""
-    needed = "[E, N, K] is needed, each at least 1"
-    check_tensor("weight", weight, dtype, device, 3, needed, may_lie_by_columns=True)
-    if 0 in weight.shape:
-        raise ValueError(f"weight has shape {list(weight.shape)}; {needed}")
-    if weight.shape[2] != columns:
-        raise ValueError(f"weight has shape {list(weight.shape)}; its rows must have K={columns} elements")
-
-
-def check_choices(name: str, choices: torch.Tensor, device: torch.device, *, integers: bool) -> None:
-    """Raise unless `choices` is a matrix of integers, or of floating-point numbers, on this device."""
-    if not isinstance(choices, torch.Tensor):
-        raise TypeError(f"{name} is a {type(choices).__name__}; a tensor is needed")
-    if choices.device != device:
-        raise ValueError(f"{name} is on {choices.device}; this operation was opened on {device}")
-    if choices.dim() != 2:
-        raise ValueError(f"{name} has shape {list(choices.shape)}; [tokens, topk] is needed")
-    if integers and choices.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name} is {choices.dtype}; torch.int32 or torch.int64 is needed")
-    if not integers and not choices.dtype.is_floating_point:
-        raise ValueError(f"{name} is {choices.dtype}; a floating-point type is needed")
-
-
-def check_tokens(tokens: Sequence[int], own: int, rank: int, world_size: int, most: int) -> tuple[int, ...]:
-    """Return the number of tokens of each rank, or raise where the caller cannot be right."""
-    counts = tuple(int(count) for count in tokens)
-    if len(counts) != world_size:
-        raise ValueError(f"tokens={list(counts)} has {len(counts)} numbers; there are {world_size} ranks")
-    if min(counts) < 0 or max(counts) > most:
-        raise ValueError(f"tokens={list(counts)}; each must be 0 to tokens_per_rank={most}")
-    if counts[rank] != own:
-        raise ValueError(f"tokens={list(counts)}, but rank {rank}, this one, passes {own} tokens")
-    return counts
 
 
 class ExpertPlan(NamedTuple):
@@ -87,14 +50,14 @@ class ExpertPlan(NamedTuple):
 
 
 class ExpertOperands(NamedTuple):
-    """The tensors of a call."""
+    """The tensors of a call; those of its choices are None where a routing has sorted them."""
 
     rows: torch.Tensor  # the tokens of this rank, or the products of all
     weight: torch.Tensor
-    topk_ids: torch.Tensor | None
-    topk_weights: torch.Tensor | None
-    out: torch.Tensor
-    routing: Routing | None
+    topk_ids: Any = None
+    topk_weights: Any = None
+    out: Any = None
+    routing: Routing | None = None
     factors: torch.Tensor | None = None  # in place of the weights of the routing
 
 
@@ -102,7 +65,10 @@ class ExpertOperation(NumberedCalls):
     """An operation whose calls begin by telling all ranks which experts each token goes to."""
 
     _orders: int  # how many orders of tiles its tables have, see `routing`
-    _by_first: bool  # a tile belongs to its first stage, not to its last
+    _by_first: bool  # the own chunk is visited last, and a tile belongs to its first stage, not to its last
+    _shared_order: int  # of the tiles of a routing, unless all ranks' chunks are here
+    _rows_name: str  # of the argument
+    _weighted: str  # the kind of calls whose choices have weights
     _way: ClassVar[str]  # the name of the `tunable` that chooses the collective
     _key: tuple[Hashable, ...]  # of that choice: columns and type of the operation
     _wrong_calls = (OTHER_TOKENS.value, OTHER_TOPK.value, NO_EXPERT.value, GIVEN_OTHERS.value)
@@ -126,9 +92,8 @@ class ExpertOperation(NumberedCalls):
             if not 1 <= size <= most:
                 raise ValueError(f"{name}={size}; it must be 1 to {most}")
         self._capacity, self._max_topk, self._dtype = tokens_per_rank, max_topk, dtype
-        self._group, self._timeout_s = group, timeout_s
+        self._open_counts = functools.partial(TokenCounts, group, timeout_s, tokens_per_rank)
         self._told: tuple[int, ...] = ()  # of the last call
-        self._is_asking = False  # in this call the hosts exchange their tokens, and have not yet
         self._open_collective = functools.partial(
             Collective,
             type(self).__name__,
@@ -146,7 +111,7 @@ class ExpertOperation(NumberedCalls):
         self._weights = self._memory.allocate((most,), torch.float32)
         self._flags = self._memory.allocate((FLAGS, self.world_size), torch.int32)
         self._pushes = Pushes(self._memory, self._memory.side_stream(), self._flags)
-        self._hosts, self._no_hosts = self._open_hosts()
+        self._tokens = self._open_counts(type(self).__name__, self._memory)
         self._plans: dict[tuple[int, int, int], Plan] = {}
         self._checked: dict[Hashable, Apart] = {}  # by the layouts of tensors that have been checked
         self._launches: dict[Hashable, ShapeLaunch[ExpertShape]] = {}  # by all that they depend on
@@ -158,86 +123,66 @@ class ExpertOperation(NumberedCalls):
         self._arrived = self._memory.hold(arrived)
         self._collective = self._open_collective(self._memory)
 
-    def _open_hosts(self) -> tuple[Ballots | None, str]:
-        """Return the ballots by which hosts exchange their tokens, or why there are none."""
-        if self.world_size == 1:
-            return None, ""
-        advice = "Pass tokens= on all ranks or on none, or find out what that rank is doing"
-        try:  # it fails on all ranks or on none
-            return Ballots(type(self).__name__, self._group, self._timeout_s, advice), ""
-        except SymmetricMemoryError as error:
-            return None, str(error)
-
     def _check_peers(self) -> None:
         self._collective.check()
 
-    # ---- one call
+    # ---- one call, see `exchange.call`
 
-    def _check_ids(self, topk_ids: torch.Tensor) -> None:
-        """Raise unless this operation can take these choices."""
-        check_choices("topk_ids", topk_ids, self.device, integers=True)
+    def _plan(self, given: tuple[Any, ...], is_capturing: bool) -> ExpertPlan:
+        kind, tokens, operands = given
+        rows, weight, topk_ids, topk_weights, out, routing, _ = operands
+        self._tokens.expect(is_exchange=routing is None and tokens is None and not is_capturing)
+        check_no_gradient(type(self).__name__, **self._differentiable(operands))
+        if routing is not None:
+            self._check_operands(operands)
+            self._check_routing(routing, weight)
+            self._check_rows(operands, routing.topk)
+            return ExpertPlan(kind, weight.shape[0], routing.topk, has_weights=False)
+        lies = (self._layout_of(rows), self._layout_of(out), *map(layout_of, operands[1:4]))
+        apart = self._checked.get((kind, lies))
+        if apart is None:
+            self._check_operands(operands)
+            check_ids(topk_ids, self.device, self.world_size, self._capacity, self._max_topk)
+            if kind == self._weighted:
+                check_weights(topk_weights, topk_ids)
+            self._check_result(operands)
+            read = {self._rows_name: rows, "weight": weight, "topk_ids": topk_ids}
+            apart = remember(self._checked, (kind, lies), Apart(out, **read, topk_weights=topk_weights))
+        apart.check(out, rows, weight, topk_ids, topk_weights)
         own, topk = topk_ids.shape
-        if own > self._capacity:
-            raise ValueError(
-                f"{own} tokens; this operation takes up to tokens_per_rank={self._capacity} of each rank"
-            )
-        if not 1 <= topk <= self._max_topk:
-            raise ValueError(
-                f"topk_ids has {topk} choices a token; this operation takes 1 to max_topk={self._max_topk}"
-            )
-        if self.world_size * self._capacity * topk >= MOST_ROWS:
-            raise ValueError(
-                f"{self.world_size} x {self._capacity} tokens with topk={topk} are 2**29 rows or more"
-            )
+        self._told = self._tokens.learn(own, tokens, is_capturing=is_capturing)
+        self._check_rows(operands, topk)
+        return ExpertPlan(kind, weight.shape[0], topk, kind == self._weighted)
 
-    def _check_weights(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
-        """Raise unless each of these choices has a weight."""
-        check_choices("topk_weights", topk_weights, self.device, integers=False)
-        if topk_weights.shape != topk_ids.shape:
-            given = f"topk_ids {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)}"
-            raise ValueError(f"{given} must be of one shape")
+    def _layout_of(self, tensor: Any) -> Hashable:
+        return layout_of(tensor)
 
-    def _learn_tokens(
-        self,
-        own: int,
-        tokens: Sequence[int] | None,
-        check: Callable[[tuple[int, ...]], None],
-        *,
-        is_capturing: bool,
-    ) -> None:
-        """Learn the tokens of all ranks; if they are not given, wait for the hosts of all peers.
+    @abc.abstractmethod
+    def _differentiable(self, operands: ExpertOperands) -> dict[str, torch.Tensor | None]:
+        """Return the arguments that may ask for a gradient, by their names."""
 
-        check: raises unless the arguments suit them. See [Note: what the host must know].
-        """
-        if tokens is not None:
-            told = check_tokens(tokens, own, self.rank, self.world_size, self._capacity)
-        elif self.world_size == 1:
-            told = (own,)
-        else:
-            if is_capturing:
-                name = type(self).__name__
-                raise RuntimeError(
-                    f"a captured call of {name} needs tokens=, the number of tokens of each rank"
-                )
-            if self._hosts is None:
-                raise RuntimeError(f"pass tokens=, the number of tokens of each rank: {self._no_hosts}")
-            told = tuple(self._exchange_tokens(own).values())
-        self._told = told
-        check(told)
+    @abc.abstractmethod
+    def _check_operands(self, operands: ExpertOperands) -> None:
+        """Raise unless this operation can multiply rows and weight."""
 
-    def _exchange_tokens(self, own: int) -> dict[int, int]:
-        """Return what each rank names; raise RefusedByPeer where one refuses the call."""
-        assert self._hosts is not None
-        self._is_asking = False
-        named = self._hosts.exchange(own)
-        if REFUSED_TERMS in named.values():
-            raise RefusedByPeer
-        return named
+    @abc.abstractmethod
+    def _check_result(self, operands: ExpertOperands) -> None:
+        """Raise unless rows and `out` suit this rank's choices."""
 
-    def _begin_plan(self, kind: str, tokens: Sequence[int] | None, *, is_capturing: bool) -> None:
-        self._is_asking = (
-            kind != "by_expert" and tokens is None and self._hosts is not None and not is_capturing
-        )
+    @abc.abstractmethod
+    def _check_rows(self, operands: ExpertOperands, topk: int) -> None:
+        """Raise unless the arguments suit the tokens of all ranks."""
+
+    def _allocate_results(self, plan: ExpertPlan, given: tuple[Any, ...]) -> ExpertOperands:
+        _, _, operands = given
+        if operands.out is None:
+            shape = self._result_shape(plan, operands)
+            return operands._replace(out=operands.rows.new_empty(shape))
+        return operands
+
+    @abc.abstractmethod
+    def _result_shape(self, plan: ExpertPlan, operands: ExpertOperands) -> tuple[int, int]:
+        """Return the shape of the result."""
 
     def _agree(self, plan: ExpertPlan, is_capturing: bool) -> bool:
         kind, experts, topk, _ = plan
@@ -253,12 +198,12 @@ class ExpertOperation(NumberedCalls):
     def _tell(self, plan: ExpertPlan, operands: ExpertOperands, *, is_gathered: bool, at_once: bool) -> None:
         """Enqueue permits and choices, or the collective of choices."""
         is_shared, topk_ids = plan.kind == "route", operands.topk_ids
-        if is_gathered:
-            if topk_ids is not None:
-                of_call = (max(self._told) * plan.topk, self._digest(is_shared))
-                self._gatherer.gather(self._collective, topk_ids, operands.topk_weights, *of_call)
-        elif topk_ids is None:
-            self._announcer.permit(at_once=at_once)
+        if operands.routing is not None:
+            if not is_gathered:
+                self._announcer.permit(at_once=at_once)
+        elif is_gathered:
+            of_call = (max(self._told) * plan.topk, self._digest(is_shared))
+            self._gatherer.gather(self._collective, topk_ids, operands.topk_weights, *of_call)
         else:
             self._announce(topk_ids, operands.topk_weights, is_shared, at_once=at_once)
 
@@ -279,11 +224,26 @@ class ExpertOperation(NumberedCalls):
         self._announcer.announce(lists, *of_call, at_once=at_once)
 
     def _digest(self, is_shared: bool) -> int:
-        return digest_of(self._told) + (SHARED_DIGEST.value if is_shared else 0)
+        return self._tokens.digest(self._told) + (SHARED_DIGEST.value if is_shared else 0)
 
-    def _sort(self, topk_ids: torch.Tensor, experts: int, first: int, *, is_gathered: bool) -> Plan:
-        """Enqueue the sorting of the choices of all ranks, chunk `first` first; return where they will be."""
-        topk, stages = topk_ids.shape[1], 1 if is_gathered else self.world_size
+    def _sort(self, of_call: ExpertPlan, operands: ExpertOperands, *, is_gathered: bool) -> Sorting:
+        """Return the choices of all ranks as a kernel reads them; enqueue their sorting unless it is made."""
+        routing, topk = operands.routing, of_call.topk
+        if of_call.kind == "call":
+            plan = self._plan_for(of_call.experts, topk, stages=1 if is_gathered else self.world_size)
+            first = (self.rank + self._by_first) % self.world_size  # the own chunk, or the one behind it
+            self._fill(plan, operands.topk_ids, first, is_gathered=is_gathered)
+            return Sorting(plan, topk, 0, None, is_gathered)
+        if routing is None:  # of the choices and weights of all ranks, for both operations of a layer
+            plan = shared_plan(self.world_size, of_call.experts, sum(self._told) * topk, self.device)
+            weights = self._weights.local
+            self._fill(plan, operands.topk_ids, self.rank, weights, is_gathered=is_gathered)
+            routing = Routing(plan, self._told, topk)
+        order = BY_EXPERT if is_gathered else self._shared_order
+        return Sorting(routing.plan, topk, order, routing, is_gathered)
+
+    def _plan_for(self, experts: int, topk: int, stages: int) -> Plan:
+        """Return the memory of sortings that end with their call."""
         plan = self._plans.get((experts, topk, stages))
         if plan is None:
             plan = self._plans[experts, topk, stages] = Plan(
@@ -296,15 +256,7 @@ class ExpertOperation(NumberedCalls):
                 stages=stages,
             )
             self._memory.hold(plan.words)
-        self._fill(plan, topk_ids, first, is_gathered=is_gathered)
         return plan
-
-    def _route(self, topk_ids: torch.Tensor, experts: int, *, is_gathered: bool) -> Routing:
-        """Enqueue a sorting of the choices and weights of all ranks that both operations of a layer share."""
-        topk = topk_ids.shape[1]
-        plan = shared_plan(self.world_size, experts, sum(self._told) * topk, self.device)
-        self._fill(plan, topk_ids, self.rank, self._weights.local, is_gathered=is_gathered)
-        return Routing(plan, self._told, topk)
 
     def _fill(
         self,
@@ -329,7 +281,7 @@ class ExpertOperation(NumberedCalls):
             tokens=tokens,
             told=self._digest(weights is not None),
             rank=self.rank,
-            first=first % self.world_size,
+            first=first,
             patience_ticks=self._patience_ticks,
             weights=weights,
         )
@@ -351,36 +303,32 @@ class ExpertOperation(NumberedCalls):
         weight: torch.Tensor,
         strides: tuple[int, ...],
         tensors: tuple[torch.Tensor, ...],
-        *,
-        is_sorted: bool,
-        is_gathered: bool,
+        sorting: Sorting,
         **constants: Any,
     ) -> ShapeLaunch[ExpertShape]:
-        """Return the launches of the grouped GEMM for such tensors; is_gathered: as of a single rank.
+        """Return the launches of the grouped GEMM for such tensors.
 
         constants: constexprs that `ExpertShape` does not have; the other arguments determine them.
         """
         aligned = tuple([tensor.data_ptr() % 16 == 0 for tensor in tensors])
-        key = choices, layout_of(weight), strides, aligned, is_sorted, is_gathered
+        key = choices, layout_of(weight), strides, aligned, sorting.is_shared, sorting.is_gathered
         launch = self._launches.get(key)
         if launch is not None:
             return launch
         experts, columns, k = weight.shape
-        programs = self._sms or INTERPRETED_PROGRAMS
+        programs, ranks = self._sms or INTERPRETED_PROGRAMS, 1 if sorting.is_gathered else self.world_size
         sizes = (counted(choices, programs), size_class(choices), columns, k, experts)
         layout = (self._has_tma and lies_for_tma(weight), lies_by_columns(weight))
         compiled_for = (weight.dtype, weight.device, aligned, *layout)
-        ranks = 1 if is_gathered else self.world_size
-        shape = ExpertShape(*sizes, strides, ranks, programs, *compiled_for, self._upcasts, is_sorted)
-        numbers = tuple(shape.sizes().values())
-        launch = ShapeLaunch(launches, shape, constants=constants, numbers=numbers)
+        shape = ExpertShape(*sizes, strides, ranks, programs, *compiled_for, self._upcasts, sorting.is_shared)
+        launch = ShapeLaunch(launches, shape, constants=constants, numbers=tuple(shape.sizes().values()))
         return remember(self._launches, key, launch)
 
     # ---- calls that fail
 
     def _ask_peers(self) -> tuple[int, int] | None:
-        if self._is_asking:
-            self._exchange_tokens(REFUSED_TERMS)  # it raises on all ranks
+        if self._tokens.is_asking:
+            self._tokens.exchange(REFUSED_TERMS)  # it raises on all ranks
         return super()._ask_peers()
 
     def _stand_in(self, went_ahead: tuple[int, int] | None, *given: Any) -> None:
@@ -395,26 +343,15 @@ class ExpertOperation(NumberedCalls):
         for make in self._collectives(plan):
             make()
 
-    def _plan_of(
-        self,
-        kind: str,
-        _: Any,
-        weight: torch.Tensor,
-        topk_ids: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        __: Any,
-        tokens: Sequence[int] | None,
-        routing: Routing | None,
-        *___: Any,
-    ) -> ExpertPlan:
+    def _plan_of(self, kind: str, tokens: Sequence[int] | None, operands: ExpertOperands) -> ExpertPlan:
         """Return the plan of a call that this rank has refused, as far as its arguments are those of all."""
+        routing, experts = operands.routing, len(operands.weight)
         if routing is not None:
             self._told = routing.tokens
-            return ExpertPlan(kind, len(weight), routing.topk, has_weights=False)
-        assert topk_ids is not None
+            return ExpertPlan(kind, experts, routing.topk, has_weights=False)
         if tokens is not None:
             self._told = tuple(tokens)
-        return ExpertPlan(kind, len(weight), topk_ids.shape[1], topk_weights is not None)
+        return ExpertPlan(kind, experts, operands.topk_ids.shape[1], kind == self._weighted)
 
     def _collectives(self, plan: ExpertPlan) -> list[Callable[[], None]]:
         gather = functools.partial(self._gather_nothing, plan)
@@ -432,8 +369,7 @@ class ExpertOperation(NumberedCalls):
 
     def _leave_hosts(self) -> None:
         super()._leave_hosts()
-        if self._hosts is not None:
-            self._hosts.leave()
+        self._tokens.leave()
 
     # ---- what went wrong
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,6 +18,7 @@ LOWEST = 2**LOWEST_HEIGHT_BITS.value  # rows of a block of the first table
 PROGRAMS = 1 if INTERPRETED else 64  # that count, and that place
 BLOCK = 256 if INTERPRETED else 1024
 WARPS = 8
+BY_EXPERT = 1  # an order of tables, see `routing`
 SHARED_ORDERS = 3  # of the tables of a sorting that both operations of a layer use
 SHARED_PARTS = 16 if INTERPRETED else 64  # of the choices of all ranks in such a sorting, at most
 ALIGNED_WORDS = 4  # each part of the memory begins at 16 bytes
@@ -167,6 +169,33 @@ class Routing:
         begins = self.plan.offsets  # on the device: numbers from the host would wait for it
         rank = torch.bucketize(self.rows, begins[1:], right=True, out_int32=True)
         return self.rows - begins[rank] + rank * tokens_per_rank * self.topk
+
+
+class Sorting(NamedTuple):
+    """The choices of all ranks as the kernel of a call reads them."""
+
+    plan: Plan
+    topk: int
+    order: int  # the first of the tables'
+    routing: Routing | None  # in whose order the rows lie
+    is_gathered: bool  # all chunks are here, and the kernel takes them for one rank's
+
+    @property
+    def is_shared(self) -> bool:
+        return self.routing is not None
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        return self.plan.offsets_of_all if self.is_gathered else self.plan.offsets
+
+    @property
+    def ends(self) -> torch.Tensor:
+        ends = self.plan.ends_of_all if self.is_gathered else self.plan.ends
+        return ends[self.order * HEIGHTS :]
+
+    @property
+    def tables(self) -> torch.Tensor:
+        return self.plan.tables[self.order * HEIGHTS :]
 
 
 def shared_plan(

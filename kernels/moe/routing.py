@@ -13,8 +13,8 @@ Two launches, without the host in between:
     place_choices   puts each choice into its place; some of its programs write a table each
 
 A table lists, for blocks of 16, 32, ... rows, (expert, begin, end, stage): rows begin to end of the sorted
-choices, and their last stage, or, BY_FIRST, their first. There is a table for each height that a reader may
-have, and for each order: 0, by that stage and then by expert; 1, by expert, so that a weight is read once.
+choices, and their last stage, or, BY_FIRST, their first. There is one for each height that a reader may have,
+and for each order: 0, by that stage and then by expert; 1, by expert, so that a weight is read once.
 
 A sorting that both operations of a layer share, SHARED, has the stages of `AllGatherMoE`, the own chunk
 first. Choices of one expert and chunk keep their order, so that sums over rows have the same bits in each
@@ -37,10 +37,11 @@ from ..configs import INTERPRETED
 from ..exchange.flags import GIVEN, ROWS_SENT
 from ..exchange.peers import Peers, free_side_stream, is_given_up, wait_for_flag
 from ..signals import count_up, record_failure
-from .flags import GIVEN_OTHERS, NO_EXPERT, NOT_TOLD, OTHER_TOKENS, OTHER_TOPK, TOPK_SPAN
+from .announcer import GIVEN_OTHERS, NO_EXPERT, NOT_TOLD, OTHER_TOKENS, OTHER_TOPK, TOPK_SPAN
 
 DIGEST_FACTOR = tl.constexpr(65599)
 DIGEST_PRIME = tl.constexpr(2147483629)
+EXCHANGED = tl.constexpr(2**31 - 8)  # in place of a digest: the hosts have told each other their tokens
 SHARED_DIGEST = tl.constexpr(1)  # added to the digest by a call whose sorting is shared
 LOWEST_HEIGHT_BITS = tl.constexpr(4)  # of the first table: blocks of 16 rows
 ENTRY = tl.constexpr(4)  # flags of a table's entry
@@ -115,8 +116,7 @@ def count_choices(
                 count = 0
                 odd += 1
         digest = (digest * DIGEST_FACTOR + count) % DIGEST_PRIME
-        # Never write beyond `pairs`, the host's number.
-        number = min(count * topk, pairs - offset)
+        number = min(count * topk, pairs - offset)  # no more than the host has made room for
         if program == 0:
             tl.store(offsets_ptr + peer, offset)
         stage = (peer - first + 2 * WORLD) % STAGES
@@ -143,6 +143,7 @@ def count_choices(
     if program == 0:
         tl.store(offsets_ptr + WORLD, offset)
         if odd == 0:
+            digest = tl.where(told >= EXCHANGED, tl.cast(told, tl.int64), digest)
             _compare_tokens(tokens, digest, told, rank, flags_ptr, errors_ptr, WORLD)
     if lost > 0:
         tl.atomic_add(ticket_ptr, lost * LOST, sem="relaxed", scope="gpu")

@@ -13,7 +13,7 @@ from operation_runs import message_of
 from dist_autotune.kernels.exchange.flags import ARRIVED, FREE, GIVEN, ROWS_SENT
 from dist_autotune.kernels.moe import ag_moe, ag_moe_kernel
 from dist_autotune.kernels.moe.ag_moe import AllGatherMoE
-from dist_autotune.kernels.moe.flags import TOPK_SPAN
+from dist_autotune.kernels.moe.announcer import TOPK_SPAN
 from dist_autotune.kernels.signals import as_patience
 
 pytestmark = pytest.mark.gpu(alone=True, seconds=7)  # beside another process none ended in 150 s

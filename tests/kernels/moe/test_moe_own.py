@@ -114,7 +114,7 @@ def test_a_dead_peer_is_named_where_hosts_wait_for_its_number_of_tokens(rank):
     meet()
     if rank == 2:
         die()
-    op._hosts._timeout_s = HOST_PATIENCE_S
+    op._tokens._hosts._timeout_s = HOST_PATIENCE_S
     told = f"PeerTimeout: AllGatherMoE, rank {rank}: rank 2 did not come to eager call 1 within 3 s"
     assert message_of(lambda: GATHERING.fresh_call(op, [4, 4, 4], told=False)).startswith(told)
     broken = f"RuntimeError: AllGatherMoE, rank {rank}: call 2 was not carried out: PeerTimeout"
@@ -126,7 +126,7 @@ def test_tokens_on_one_rank_only_are_told_on_both(rank):
     GATHERING.begin(rank)
     op = AllGatherMoE(8, 16, HALF)
     op._patience_ticks = as_patience(1.0)
-    op._hosts._timeout_s = HOST_PATIENCE_S
+    op._tokens._hosts._timeout_s = HOST_PATIENCE_S
     told = message_of(lambda: GATHERING.fresh_call(op, [4, 4], told=rank == 0))
     at_close, name = message_of(op.close), f"AllGatherMoE, rank {rank}"
     if rank == 0:

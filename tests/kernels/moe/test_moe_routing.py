@@ -18,10 +18,10 @@ from dist_autotune.kernels.exchange.flags import FLAGS, GIVEN, ROWS_SENT
 from dist_autotune.kernels.exchange.peers import wait_for_flag
 from dist_autotune.kernels.moe import plan as planning
 from dist_autotune.kernels.moe import routing
-from dist_autotune.kernels.moe.flags import GIVEN_OTHERS, TOPK_SPAN
+from dist_autotune.kernels.moe.announcer import GIVEN_OTHERS, TOPK_SPAN
 from dist_autotune.kernels.moe.launch import HEIGHTS
 from dist_autotune.kernels.moe.plan import LOWEST, Plan
-from dist_autotune.kernels.moe.routing import digest_of
+from dist_autotune.kernels.moe.routing import EXCHANGED, digest_of
 from dist_autotune.kernels.signals import GIVEN_UP, Failure, read_failure
 
 CAPACITY = 24  # tokens of a rank
@@ -39,11 +39,13 @@ class Routed:
 
 
 def route(
-    ids, experts, *, rank=0, first=0, by_first=False, told=None, peers_told=None, is_shared=False, stages=None
-) -> Routed:
+    ids, experts, *, rank=0, first=0, by_first=False, told=None, peers_told=None, exchanged=(False, False),
+    is_shared=False, stages=None,
+) -> Routed:  # fmt: skip
     """Sort `ids`, a matrix for each rank, as `rank` would whose peers have all told their choices.
 
-    `told`, and for its peers `peers_told`, are the tokens of all ranks as the hosts know them.
+    `told`, and for its peers `peers_told`, are the tokens of all ranks as the hosts know them, or `exchanged`
+    says that this host, and those of its peers, have told each other.
     """
     world, topk = len(ids), ids[0].shape[1]
     tokens = tuple(len(part) for part in ids)
@@ -54,7 +56,9 @@ def route(
         everyone[peer * stride : peer * stride + part.numel()] = part.reshape(-1)
         if peer != rank:
             flags[ROWS_SENT.value, peer] = tokens[peer] * TOPK_SPAN.value + topk
-            flags[GIVEN.value, peer] = digest_of(tokens if peers_told is None else peers_told) + is_shared
+            flags[GIVEN.value, peer] = is_shared + (
+                EXCHANGED.value if exchanged[1] else digest_of(tokens if peers_told is None else peers_told)
+            )
     plan = Plan(
         world_size=world,
         experts=experts,
@@ -71,8 +75,8 @@ def route(
     pairs = sum(known) * topk
     plan.sort(
         everyone, flags, errors, pairs=pairs, topk=topk, stride=stride, tokens=tokens[rank],
-        told=digest_of(known) + is_shared, rank=rank, first=first, patience_ticks=1,
-        weights=weights_of(everyone) if is_shared else None,
+        told=is_shared + (EXCHANGED.value if exchanged[0] else digest_of(known)),
+        rank=rank, first=first, patience_ticks=1, weights=weights_of(everyone) if is_shared else None,
     )  # fmt: skip
     all_ids = torch.cat(ids).reshape(-1).tolist()
     return Routed(
@@ -261,3 +265,15 @@ def test_a_peer_whose_host_was_given_other_tokens_is_recorded():
     none, recorded = route(ids, 2, peers_told=(6, 3)).failures
     assert none is None
     assert recorded.kind == GIVEN_OTHERS.value
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_hosts_that_have_told_each_other_their_tokens_are_not_compared_and_one_that_was_given_others_is(
+    is_shared,
+):
+    ids = [torch.zeros(3, 2, dtype=torch.int64), torch.ones(6, 2, dtype=torch.int64)]
+    assert route(ids, 2, is_shared=is_shared, exchanged=(True, True)).failures == [None, None]
+    for exchanged in ((True, False), (False, True)):
+        none, recorded = route(ids, 2, is_shared=is_shared, exchanged=exchanged).failures
+        assert none is None
+        assert recorded.kind == GIVEN_OTHERS.value

@@ -1,0 +1,120 @@
+"""The choices that a call is given, and the number of tokens of each rank: checks, and what hosts tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..agreement.ballots import REFUSED_TERMS, Ballots
+from ..agreement.errors import RefusedByPeer
+from ..symm import SymmetricMemory, SymmetricMemoryError
+from .routing import EXCHANGED, digest_of
+
+MOST_ROWS = 2**29  # places in the tables of tiles are int32
+
+
+class TokenCounts:
+    """Those of the calls of one operation; opening is collective. See [Note: what the host must know]."""
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, timeout_s: float, most: int, name: str, memory: SymmetricMemory
+    ) -> None:
+        self._name, self._rank, self._world_size = name, memory.rank, memory.world_size
+        self._most = most  # of a rank
+        self.is_asking = False  # in this call the hosts exchange their tokens, and have not yet
+        self._are_exchanged = False
+        self._hosts, self._no_hosts = None, ""
+        if memory.world_size > 1:
+            advice = "Pass tokens= on all ranks or on none, or find out what that rank is doing"
+            try:  # it fails on all ranks or on none
+                self._hosts = Ballots(name, group, timeout_s, advice)
+            except SymmetricMemoryError as error:
+                self._no_hosts = str(error)
+
+    def expect(self, *, is_exchange: bool) -> None:
+        """Begin a call, in which the hosts will exchange their tokens, or will not."""
+        self.is_asking = is_exchange and self._hosts is not None
+
+    def learn(self, own: int, given: Sequence[int] | None, *, is_capturing: bool) -> tuple[int, ...]:
+        """Return the tokens of all ranks; if they are not given, wait for the hosts of all peers."""
+        self._are_exchanged = given is None
+        if given is not None:
+            return self._checked(given, own)
+        if self._world_size == 1:
+            return (own,)
+        if is_capturing:
+            raise RuntimeError(
+                f"a captured call of {self._name} needs tokens=, the number of tokens of each rank"
+            )
+        return tuple(self.exchange(own).values())
+
+    def exchange(self, own: int) -> dict[int, int]:
+        """Return what each rank names; raise RefusedByPeer where one refuses the call."""
+        if self._hosts is None:
+            raise RuntimeError(f"pass tokens=, the number of tokens of each rank: {self._no_hosts}")
+        self.is_asking = False
+        named = self._hosts.exchange(own)
+        if REFUSED_TERMS in named.values():
+            raise RefusedByPeer
+        return named
+
+    def digest(self, told: tuple[int, ...]) -> int:
+        """Return what devices compare: a digest of what each host was given; one value if all exchanged."""
+        return EXCHANGED.value if self._are_exchanged else digest_of(told)
+
+    def leave(self) -> None:
+        if self._hosts is not None:
+            self._hosts.leave()
+
+    def _checked(self, given: Sequence[int], own: int) -> tuple[int, ...]:
+        """Return the number of tokens of each rank, or raise where the caller cannot be right."""
+        counts = tuple(int(count) for count in given)
+        if len(counts) != self._world_size:
+            raise ValueError(
+                f"tokens={list(counts)} has {len(counts)} numbers; there are {self._world_size} ranks"
+            )
+        if min(counts) < 0 or max(counts) > self._most:
+            raise ValueError(f"tokens={list(counts)}; each must be 0 to tokens_per_rank={self._most}")
+        if counts[self._rank] != own:
+            raise ValueError(f"tokens={list(counts)}, but rank {self._rank}, this one, passes {own} tokens")
+        return counts
+
+
+def check_ids(
+    topk_ids: torch.Tensor, device: torch.device, world_size: int, capacity: int, max_topk: int
+) -> None:
+    """Raise unless an operation for so many tokens of each rank can take these choices."""
+    check_choices("topk_ids", topk_ids, device, integers=True)
+    own, topk = topk_ids.shape
+    if own > capacity:
+        raise ValueError(f"{own} tokens; this operation takes up to tokens_per_rank={capacity} of each rank")
+    if not 1 <= topk <= max_topk:
+        raise ValueError(
+            f"topk_ids has {topk} choices a token; this operation takes 1 to max_topk={max_topk}"
+        )
+    if world_size * capacity * topk >= MOST_ROWS:
+        raise ValueError(f"{world_size} x {capacity} tokens with topk={topk} are 2**29 rows or more")
+
+
+def check_weights(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
+    """Raise unless each of these choices has a weight."""
+    check_choices("topk_weights", topk_weights, topk_ids.device, integers=False)
+    if topk_weights.shape != topk_ids.shape:
+        given = f"topk_ids {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)}"
+        raise ValueError(f"{given} must be of one shape")
+
+
+def check_choices(name: str, choices: torch.Tensor, device: torch.device, *, integers: bool) -> None:
+    """Raise unless `choices` is a matrix of integers, or of floating-point numbers, on this device."""
+    if not isinstance(choices, torch.Tensor):
+        raise TypeError(f"{name} is a {type(choices).__name__}; a tensor is needed")
+    if choices.device != device:
+        raise ValueError(f"{name} is on {choices.device}; this operation was opened on {device}")
+    if choices.dim() != 2:
+        raise ValueError(f"{name} has shape {list(choices.shape)}; [tokens, topk] is needed")
+    if integers and choices.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} is {choices.dtype}; torch.int32 or torch.int64 is needed")
+    if not integers and not choices.dtype.is_floating_point:
+        raise ValueError(f"{name} is {choices.dtype}; a floating-point type is needed")
