@@ -11,7 +11,10 @@ Kernels of ours are tuned first, inside `contextual_autotune(is_dist=True)`.
                              its host waits for the counts
     all-gather               all tokens to all ranks, own choices picked, the same products, partial sums,
                              reduce-scatter; and as a CUDA graph
+    ours, products           the layer by `dispatch_matmul` and `matmul_combine`; and as a CUDA graph
+    torch, torchtitan        the layer by their exchanges, where they are: `operations/expert_exchanges.py`
     ... dispatch, combine    these parts alone
+    ... step                 forward and backward pass of the layer
 
 Protocol and traps: `common/arms.py`. Without GPUs a tiny shape runs on CPU ranks in Triton's interpreter.
 """
@@ -19,6 +22,7 @@ Protocol and traps: `common/arms.py`. Without GPUs a tiny shape runs on CPU rank
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,13 +35,21 @@ from benchmarks.common.arms import Arm, Plan
 from benchmarks.common.cases import Benchmark, Ratio
 from benchmarks.common.ranks import ON_GPU, Ranks
 from benchmarks.common.tuned import Tuned, in_both_ways
+from benchmarks.operations.expert_exchanges import (
+    TORCH,
+    TORCHTITAN,
+    layer_by_nvshmem,
+    layer_by_torchtitan,
+)
 from benchmarks.operations.harness import DTYPES, LIMIT_S, OURS, PATIENCE_S, measured_case, parse
 from benchmarks.operations.peers import all_gather, reduce_scatter
 from benchmarks.operations.products import relative_error
+from dist_autotune.kernels import ep
 from dist_autotune.kernels.ep import Dispatched, ExpertParallel
 
 ALL_TO_ALL, ALL_GATHER = "all-to-all", "all-gather"
-PARTS = ("dispatch", "dispatch and combine")
+PARTS, STEP = ("dispatch", "dispatch and combine"), "step"
+PRODUCTS = f"{OURS}, products"
 ROUNDINGS, OF_FLOAT32 = 2, 1e-4  # of rows and sums; the error of float32 products, relative
 
 
@@ -67,6 +79,21 @@ SIZES = {
     "experts": "of all ranks",
     "topk": "experts of a token",
 }
+
+
+class Swapped(torch.autograd.Function):
+    """Rows by `all_to_all_single`; their gradients go back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        ctx.counts = sent, received
+        result = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(result, rows, received, sent)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return Swapped.apply(grad.contiguous(), *ctx.counts), None, None
 
 
 class Problem:
@@ -107,6 +134,24 @@ class Problem:
         gate, up = (F.grouped_mm(rows, weight, offs=ends) for weight in self.up)
         return F.grouped_mm(F.silu(gate) * up, self.down, offs=ends)
 
+    def parameters(self) -> list[Tensor]:
+        return [*self.up, self.down]
+
+    def step(self, layer: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the gradient of the tokens, behind those of all parameters."""
+        x = self.x.detach().requires_grad_()
+        for each in self.parameters():
+            each.requires_grad_()
+        of_x, *_ = torch.autograd.grad(layer(x), [x, *self.parameters()], self.weighed(x))
+        for each in self.parameters():
+            each.requires_grad_(False)
+        return of_x
+
+    @staticmethod
+    def weighed(x: Tensor) -> Tensor:
+        """Return the gradient of the sums: that of a mean of squares of tokens."""
+        return x.detach()
+
     # ---- right results
 
     def rows(self) -> Tensor:
@@ -129,9 +174,23 @@ class Problem:
         dist.all_reduce(total)
         return total.chunk(self.world)[self.ranks.rank]
 
+    def gradients(self) -> Tensor:
+        """Return the right gradients of this rank's tokens."""
+        chosen = self._sorted_choices()
+        flat = self.all_ids.flatten()[chosen] - self.first
+        ends = torch.searchsorted(flat, torch.arange(1, self.own + 1, device=flat.device)).to(torch.int32)
+        rows = self.rows().requires_grad_()
+        of_sums = self.weighed(self.all_x)[chosen // self.shape.topk]
+        of_results = self.all_weights.flatten()[chosen][:, None] * of_sums.float()
+        (of_rows,) = torch.autograd.grad(self.experts(rows, ends), rows, of_results.to(rows.dtype))
+        total = torch.zeros(self.all_x.shape, device=self.x.device)
+        total.index_add_(0, chosen // self.shape.topk, of_rows.float())
+        dist.all_reduce(total)
+        return total.chunk(self.world)[self.ranks.rank]
+
     # ---- all-to-all
 
-    def dispatch_all_to_all(self) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+    def dispatch_all_to_all(self, x: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
         """Return rows by expert, where each expert's end, and what brings results back and adds them."""
         topk, world, own = self.shape.topk, self.world, self.own
         order = self.ids.flatten().argsort(stable=True)
@@ -142,8 +201,7 @@ class Problem:
         sent_counts = counts.view(world, own).sum(1).tolist()
         of_source = received.view(world, own)
         received_counts = of_source.sum(1).tolist()
-        rows = self.x.new_empty(sum(received_counts), self.shape.hidden)
-        dist.all_to_all_single(rows, self.x[order // topk], received_counts, sent_counts)
+        rows = Swapped.apply(x[order // topk], received_counts, sent_counts)
         expert = torch.arange(own, device=self.x.device).repeat(world).repeat_interleave(of_source.flatten())
         by_expert = expert.argsort(stable=True)
         ends = of_source.sum(0).cumsum(0).to(torch.int32)
@@ -151,8 +209,7 @@ class Problem:
         def back(results: Tensor) -> Tensor:
             unsorted = torch.empty_like(results)
             unsorted[by_expert] = results
-            returned = results.new_empty(len(order), self.shape.hidden)
-            dist.all_to_all_single(returned, unsorted, sent_counts, received_counts)
+            returned = Swapped.apply(unsorted, sent_counts, received_counts)
             in_order = torch.empty_like(returned)
             in_order[order] = returned
             choices = in_order.view(*self.ids.shape, -1)
@@ -212,13 +269,36 @@ def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Rank
         dispatch()
         return combine()
 
-    def layer_by_all_to_all() -> Tensor:
-        rows, ends, back = problem.dispatch_all_to_all()
+    def layer_with_gradients(x: Tensor) -> Tensor:
+        d = ep.dispatch(op, x, ids)
+        return ep.combine(op, problem.experts(d.rows, d.offsets[1:]), d, weights)
+
+    ours_step = Tuned(
+        lambda: problem.step(layer_with_gradients),
+        check=op.check,
+        name=f"ep step {shape}",
+        retune=options.retune,
+    )
+    gate_up = torch.cat(problem.up, dim=2).mT.contiguous()
+
+    def layer_of_products() -> Tensor:
+        d = op.dispatch_matmul(x, gate_up, ids)
+        gate, up = d.rows.chunk(2, 1)
+        return op.matmul_combine(F.silu(gate) * up, problem.down.mT, d, weights)
+
+    products = Tuned(layer_of_products, check=op.check, name=f"ep products {shape}", retune=options.retune)
+
+    def layer_by_all_to_all(x: Tensor = x) -> Tensor:
+        rows, ends, back = problem.dispatch_all_to_all(x)
         return back(problem.experts(rows, ends))
 
     def round_trip_by_all_to_all() -> Tensor:
-        rows, _, back = problem.dispatch_all_to_all()
+        rows, _, back = problem.dispatch_all_to_all(x)
         return back(rows)
+
+    def of_others(name: str, prepare: Callable[..., Callable[[], Tensor]]) -> Arm:
+        made = functools.partial(prepare, x, ids, weights, shape.experts, problem.experts)
+        return Arm(name=name, prepare=made, **fixed(of_layer, (gigaflop, "TFLOP/s")))
 
     def of_rows(result: Tensor) -> float:
         wanted = problem.rows()
@@ -226,6 +306,9 @@ def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Rank
 
     def of_layer(result: Tensor) -> float:
         return relative_error(result, problem.sums(problem.experts))
+
+    def of_step(result: Tensor) -> float:
+        return relative_error(result, problem.gradients())
 
     def of_round_trip(result: Tensor) -> float:
         return relative_error(result, problem.sums(lambda rows, ends: rows))
@@ -244,19 +327,30 @@ def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Rank
                 if ALL_TO_ALL in name
                 else in_both_ways(name, ours.then(call))
             )
-        fixed = {
-            "error": error,
-            "limit": max(ROUNDINGS * torch.finfo(dtype).eps, OF_FLOAT32),
-            "work": work[0],
-            "rate": work[1],
-        }
-        return [Arm(name=name, prepare=prepare, **fixed) for name, prepare in ways]
+        return [Arm(name=name, prepare=prepare, **fixed(error, work)) for name, prepare in ways]
+
+    def fixed(error: Callable[[Tensor], float], work: tuple[float, str]) -> dict[str, Any]:
+        limit = max(ROUNDINGS * torch.finfo(dtype).eps, OF_FLOAT32)
+        return {"error": error, "limit": limit, "work": work[0], "rate": work[1]}
 
     layers = {OURS: ours.call, ALL_TO_ALL: layer_by_all_to_all, ALL_GATHER: problem.layer_by_all_gather}
-    dispatches = {OURS: dispatch, ALL_TO_ALL: lambda: problem.dispatch_all_to_all()[0]}
+    dispatches = {OURS: dispatch, ALL_TO_ALL: lambda: problem.dispatch_all_to_all(x)[0]}
     round_trips = {OURS: combine_of_now, ALL_TO_ALL: round_trip_by_all_to_all}
     arms = [
         *arms_of(of_layer, (gigaflop, "TFLOP/s"), layers),
+        *(
+            Arm(name=name, prepare=prepare, **fixed(of_layer, (gigaflop, "TFLOP/s")))
+            for name, prepare in in_both_ways(PRODUCTS, products.then(products.call))
+        ),
+        of_others(TORCH, layer_by_nvshmem),
+        of_others(TORCHTITAN, layer_by_torchtitan),
+        *(
+            Arm(name=f"{name}, {STEP}", prepare=prepare, **fixed(of_step, (3 * gigaflop, "TFLOP/s")))
+            for name, prepare in {
+                OURS: ours_step.eager,
+                ALL_TO_ALL: lambda: lambda: problem.step(layer_by_all_to_all),
+            }.items()
+        ),
         *arms_of(
             of_rows, (moved, "GB/s"), {f"{name}, {PARTS[0]}": call for name, call in dispatches.items()}
         ),
@@ -266,7 +360,7 @@ def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Rank
             {f"{name}, {PARTS[1]}": call for name, call in round_trips.items()},
         ),
     ]
-    tuned = {"tuned": ours}
+    tuned = {"tuned": ours, "tuned_products": products, "tuned_step": ours_step}
     return measured_case(shape, plan, ranks, arms, refresh=problem.refresh, tuned=tuned, operations=[op])
 
 
@@ -285,7 +379,8 @@ def main() -> None:
             Ratio(of=ALL_TO_ALL, to=OURS),
             Ratio(of=ALL_GATHER, to=OURS),
             Ratio(of=f"{ALL_GATHER}, graph", to=f"{OURS}, graph"),
-            *(Ratio(of=f"{ALL_TO_ALL}, {part}", to=f"{OURS}, {part}") for part in PARTS),
+            *(Ratio(of=name, to=OURS) for name in (PRODUCTS, TORCH, TORCHTITAN)),
+            *(Ratio(of=f"{ALL_TO_ALL}, {part}", to=f"{OURS}, {part}") for part in (*PARTS, STEP)),
         ],
         limit_s=LIMIT_S,
         needed=(OURS,),

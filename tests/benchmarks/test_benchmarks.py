@@ -49,9 +49,9 @@ BENCHMARKS = {
         {
             f"{name}{part}"
             for name in ("ours", "all-to-all")
-            for part in ("", ", dispatch", ", dispatch and combine")
+            for part in ("", ", dispatch", ", dispatch and combine", ", step")
         }
-        | {"all-gather"},
+        | {"all-gather", "ours, products"},
         ("--tokens", "6", "--experts", "4", *ROUNDED),
         ONE_ROUNDING,
         frozenset({"gather_rows", "return_rows", "send_tokens", "sum_rows"}),
