@@ -11,6 +11,8 @@ from msgspec import Struct
 
 from ..codec import parse
 from ..formatting import counted
+from ..search.phases.pace import Cost
+from ..search.phases.step_gain import StepGain
 
 SCHEMA_VERSION = 1
 LONGEST_LINE_BYTES = 64 << 20  # a longer one is read in parts, which are no records
@@ -178,6 +180,8 @@ class SessionClosed(Record, frozen=True, kw_only=True, tag="session_closed"):
     compiling_s: float = 0.0
     runs_s: float = 0.0
     exchanges_s: float = 0.0
+    cost: Cost | None = None  # to the program, online; None: replay
+    gain: StepGain | None = None  # of a step, online; None: not compared
     operations: tuple[str, ...] = ()  # how those of its runs send data between ranks, a line each
 
 

@@ -28,6 +28,7 @@ from ..formatting import (
     one_line,
     status_label,
 )
+from ..search.phases.step_gain import cost_and_gain
 from . import records
 from .records import Record
 
@@ -191,7 +192,8 @@ class LogLines:
             case records.SessionClosed():
                 counts = f"{counted(record.runs, 'run')}, {counted(record.contexts, 'context')}"
                 warning = f". {record.warning}" if record.warning else ""
-                return f"closed: {record.outcome}, {counts}{warning}"
+                paid = "".join(f". {line}" for line in cost_and_gain(record.cost, record.gain))
+                return f"closed: {record.outcome}, {counts}{paid}{warning}"
             case records.Note():
                 return record.text
             case _:

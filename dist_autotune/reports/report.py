@@ -93,6 +93,8 @@ def _report_of(session: SessionHistory, log_dir: str, kernel: str) -> SessionRep
         function=session.opened.thunk,
         session=session.opened.session,
         operations=closed.operations,
+        cost=closed.cost,
+        gain=closed.gain,
     )
     return SessionReport(session, report, tuple(context for _, context in pairs))
 

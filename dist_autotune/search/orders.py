@@ -15,6 +15,7 @@ from .budget import Forecast
 from .expectation.fields import TimesByKey
 from .messages import Ban, Crash, CrashBans, Offers
 from .phases.pace import Cost
+from .phases.step_gain import StepGain
 from .rules import BY_LAUNCH, Rules
 from .shared_context import About, AgreedTimes, Outcome, SharedContext, Status
 
@@ -202,6 +203,7 @@ class RunOrder(Struct, frozen=True, omit_defaults=True):
     offers: Offers = {}
     forecast: Forecast | None = None
     cost: Cost = Cost()
+    gain: StepGain | None = None
     sent_ns: int = 0
     lag_ns: int = 0
     wanted_ms: float = 0.0

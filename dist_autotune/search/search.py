@@ -182,6 +182,7 @@ class Search:
             wants_another=is_cut_short and any(c.status == "partial" for c in state.contexts.values()),
             forecast=state.forecast,
             cost=state.pace.cost,
+            gain=state.steps.gain,
             sent_ns=run.sent_ns,
             lag_ns=run.lag_ns,
             wanted_ms=run.wanted_ms,

@@ -22,6 +22,7 @@ from .phases.final_comparison import FinalComparison
 from .phases.pace import Pace, StepKind
 from .phases.phase import Phase, RaceLaunches, RunPhase, TakeTurns
 from .phases.race_runs import RaceRuns
+from .phases.step_gain import StepComparison
 from .phases.verify_bits import VerifyBits
 from .reports import AgreedRun
 from .rules import BY_LAUNCH, BY_RUN, Rules
@@ -59,6 +60,8 @@ class SearchState:
         self._made = RunsMade()
         self.pace = Pace(rules.overhead if rules.mode == "online" else None, rules.free_s)
         self._pays_back = False  # the next run, behind the last trial
+        self.steps = StepComparison(self.contexts, rules)
+        self._has_compared = False  # steps, in this session
 
     @property
     def unsettled(self) -> Iterator[Context]:
@@ -81,6 +84,8 @@ class SearchState:
     @property
     def run_phase(self) -> RunPhase | None:
         """Return the phase in which whole runs are compared, if it is under way."""
+        if not self.steps.is_over:
+            return self.steps
         return self.race_runs if self._comparison.is_over else self._comparison
 
     @property
@@ -178,7 +183,9 @@ class SearchState:
         self._sessions += 1
         self.runs = self._idle_runs = 0
         self.pace.open()
-        self._pays_back = False
+        self._pays_back = self._has_compared = False
+        self.steps.leave()
+        self.steps.gain = None
         self.done, self.closing, self.remark, self._admitting = False, not self.rules.tunes, "", set()
         self._comparison.is_over, self.race_runs, self._left_race = True, self._left_race, None
         for context in self.contexts.values():
@@ -234,6 +241,7 @@ class SearchState:
             self._comparison.defaults.pop(name, None)
             self._reported.pop(name, None)
         self._comparison.drop()
+        self.steps.leave()
         self.race_runs = self._left_race = None
         self._apply_plan()
 
@@ -250,6 +258,7 @@ class SearchState:
         for context in self.unsettled:
             context.settle(Status.PARTIAL)
         self._comparison.leave()
+        self.steps.leave()
         if self.verify_bits is not None:
             self.verify_bits.leave()
 
@@ -275,11 +284,19 @@ class SearchState:
         self._close_if_spent(report.elapsed_s)
         self._begin_next(report.launched)
         is_idle = not (had_trial or self.has_trial or any(self.unsettled))
-        may_end = not (self.closing or self.run_phase is not None or any(self.unsettled))
-        self._pays_back = may_end and self.rules.mode == "online" and self.pace.pays_back()
+        self._end_online()
         self._end_if_idle(report, is_idle=is_idle, was_closing=was_closing)
         self._apply_plan()
         return outcomes
+
+    def _end_online(self) -> None:
+        """Behind the last trial, compare steps as they were and are; then pay back what was overspent."""
+        may_end = not (self.closing or self.run_phase is not None or any(self.unsettled))
+        if may_end and self.pace.is_felt and not self._has_compared:
+            self._has_compared = True
+            self.steps.begin()
+            may_end = self.steps.is_over
+        self._pays_back = may_end and self.pace.pays_back()
 
     def _apply_plan(self) -> None:
         """Let each context launch what the phase under way plans, else its incumbent."""
@@ -406,6 +423,8 @@ class SearchState:
 
     def _begin_next(self, launched: frozenset[str] | None) -> None:
         """Let the next search by the whole run begin, when kernels are done; last comes the comparison."""
+        if not self.steps.is_over and any(context.judge == BY_RUN for context in self.unsettled):
+            self.steps.leave()
         if not self._comparison.is_over:
             return  # new searches wait: a whole run is timed for one thing
         if self.race_runs is not None and self.race_runs.is_over:

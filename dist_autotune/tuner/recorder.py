@@ -122,7 +122,7 @@ class Recorder:
 
     def record_forecast(self, orders: Orders) -> None:
         """Write the trials left of an online session, after 50 runs and then after twice as many."""
-        if orders.rules.mode == "online" and orders.run.has_work and orders.runs == self._next_forecast:
+        if orders.rules.mode == "online" and orders.run.has_work and orders.runs >= self._next_forecast:
             self._next_forecast *= 2
             self.write(Note(text=str(orders.forecast), is_outlook=True))
 

@@ -6,9 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from .. import formatting
 from ..formatting import config_label, context_label, counted, format_ms
 from ..search.budget import Forecast, StepTimes
+from ..search.phases.pace import Cost
+from ..search.phases.step_gain import StepGain, cost_and_gain
 from ..search.rules import BY_LAUNCH, BY_RUN
 from ..timing.time_spent import SecondsSpent
 
@@ -122,6 +126,8 @@ class TuningReport:
     log_dir: str | None = None
     warning: str = ""
     spent: SecondsSpent = field(default_factory=SecondsSpent)
+    cost: Cost | None = None  # of the session to the program, online
+    gain: StepGain | None = None  # of a step, compared at the end of an online session
     outlook: Forecast | None = None  # what is still to be tried; None: the session is over
     function: str = ""
     session: str = ""  # its name, the same on all ranks and in the logs
@@ -142,17 +148,21 @@ class TuningReport:
         """Return all figures as values that JSON can represent; times in ms, `seconds` and `*_s` in s.
 
         Keys: function, session, runs, world_size, seconds, clock, log_dir, warning, spent (compiling_s,
-        runs_s, exchanges_s), outlook (None once over; timed, candidates, contexts, settled, planned_trials,
-        trials, waits, held, compiling, runs, more_runs, left, least_trials, most_trials), step (None where
-        unknown; before_ms, after_ms, gain_percent, judge, left_out), contexts (a list of kernel, key, config,
-        ms, fastest_rank_ms, spread_percent, default_ms, gain_percent, judge, launches, run_ms, status,
-        launch_bound, timings, banned, same_bits, again, untried, not_fastest), earlier (a list of the
-        same), operations. Configs and keys are the texts of the log. `report --json` has it as "report".
+        runs_s, exchanges_s), cost (None in replay; trials_s, compiling_s, exchanges_s, steps), gain (None
+        where steps were not compared; before_ms, after_ms, noise_ms, steps), outlook (None once over;
+        timed, candidates, contexts, settled, planned_trials, trials, waits, held, compiling, runs,
+        more_runs, left, least_trials, most_trials), step (None where unknown; before_ms, after_ms,
+        gain_percent, judge, left_out), contexts (a list of kernel, key, config, ms, fastest_rank_ms,
+        spread_percent, default_ms, gain_percent, judge, launches, run_ms, status, launch_bound, timings,
+        banned, same_bits, again, untried, not_fastest), earlier (a list of the same), operations. Configs
+        and keys are the texts of the log. `report --json` has it as "report".
         """
         step, outlook = self.step, self.outlook
         return {
             **vars(self),
             "spent": asdict(self.spent),
+            "cost": self.cost and structs.asdict(self.cost),
+            "gain": self.gain and structs.asdict(self.gain),
             "outlook": outlook and {**asdict(outlook), "more_runs": outlook.more_runs},
             "step": step and {**asdict(step), "gain_percent": step.gain_percent},
             "contexts": [context.to_dict() for context in self.contexts],
@@ -196,6 +206,7 @@ class TuningReport:
         if any(context.launch_bound for context in self.contexts):
             lines.append(formatting.LAUNCH_BOUND_NOTE.capitalize())
         lines += [f"{context.label}: {context.untried}" for context in self.contexts if context.untried]
+        lines += [line.capitalize() for line in cost_and_gain(self.cost, self.gain)]
         if self.outlook is not None:
             lines.append(f"Under way: {self.outlook}")
         lines += [f"{context.label}: {context.again}" for context in self.contexts if context.again]

@@ -34,6 +34,8 @@ from ..repeats.repeated_call import RepeatedCall
 from ..repeats.snapshot import Snapshot
 from ..search.messages import InPlaceReport, Message, Opening, RunReport
 from ..search.orders import Order, read_order
+from ..search.phases.pace import Cost
+from ..search.phases.step_gain import StepGain, cost_and_gain
 from ..search.reports import Reports
 from ..search.search import Search
 from ..timing.device_errors import as_launch_failed
@@ -561,16 +563,26 @@ class Session:
             orders.crash_bans = {}
             state.guard.close()
         contexts, spent = self._contexts(), asdict(state.time_spent.seconds)
+        cost, gain = self._cost_and_gain
         counts = {"runs": self.executions, "contexts": len(contexts), "seconds": self.elapsed_s, **spent}
+        counts |= {"cost": cost, "gain": gain}
         ended, step = f"{outcome} after {counted(self.executions, 'run')}", step_times(contexts)
-        self._progress.close(ended if step is None else f"{ended}: {step}")
+        parts = [ended if step is None else f"{ended}: {step}", *cost_and_gain(cost, gain)]
+        self._progress.close("; ".join(parts))
         operations = tuple(self.state.dispatcher.announced)
         closed = SessionClosed(outcome=outcome, warning=self.warning, operations=operations, **counts)
         self._recorder.write(closed)
         self._recorder.close()
 
+    @property
+    def _cost_and_gain(self) -> tuple[Cost | None, StepGain | None]:
+        run = self.state.orders.run
+        is_online = self.function.options.mode == "online" and self.function.tunes
+        return (run.cost, run.gain) if is_online else (None, None)
+
     def report(self) -> TuningReport:
         """Return the report of the session so far."""
+        cost, gain = self._cost_and_gain
         return TuningReport(
             runs=self.executions,
             function=self.function.name,
@@ -582,6 +594,8 @@ class Session:
             log_dir=self._log_dir,
             warning=self.warning,
             spent=self.state.time_spent.seconds,
+            cost=cost,
+            gain=gain,
             outlook=None if self.is_over else self.state.orders.forecast,
             operations=tuple(self.state.dispatcher.announced),
         )

@@ -18,7 +18,7 @@ from ...formatting import counted
 
 STALE = 0.97  # of what steps without a trial took: a trial that takes less tells that they do by now
 LENT_STEPS = 64  # their overhead may be spent before they are made
-LOOKS_AFTER = 6  # times what a session may spend freely: shorter ones hold trials only
+LOOKS_AFTER = 20  # times what a session may spend freely: shorter ones hold trials only
 LOOK = 3  # steps at a time that tell what one without tuning takes
 RECENT = 9  # of these steps without a trial that tell what a settled one takes; behind the last trial all do
 MOST_TRIED = 12  # steps with a trial in a row; then one tells what those without it take by now
@@ -40,7 +40,7 @@ class StepKind(enum.Enum):
     QUIET = enum.auto()
 
 
-class Cost(Struct, frozen=True, array_like=True):
+class Cost(Struct, frozen=True):
     """Seconds that a session has cost the program, and the steps over which they are spread."""
 
     trials_s: float = 0.0
@@ -108,10 +108,15 @@ class Pace:
         if self._held >= MOST_HELD:
             return False
         most = MOST_TRIED if self._quiet_s else 1
-        looks = self._tried >= most and sum(self._seconds.values()) >= LOOKS_AFTER * self._free_s
         lent_s = max(overhead * LENT_STEPS * self.step_s, self._free_s)
         self._is_refilling = self._owed_s > lent_s * (REFILLED if self._is_refilling else 1)
-        return self._is_refilling or looks
+        return self._is_refilling or (self._tried >= most and self.is_felt)
+
+    @property
+    def is_felt(self) -> bool:
+        """Return whether the session has lasted so long that it is worth a look at what it costs."""
+        is_limited = self._overhead is not None
+        return is_limited and sum(self._seconds.values()) >= LOOKS_AFTER * self._free_s
 
     @property
     def steps_apart(self) -> int:

@@ -5,9 +5,11 @@ import statistics
 from itertools import pairwise
 
 import pytest
+from kernels_for_tests import launch, numbers
 from msgspec.structs import replace
 
 from benchmarks.simulation.protocol_simulation import Simulation
+from dist_autotune.search.phases.step_gain import StepGain
 
 STEP_S = 0.1  # without the launches that are tuned
 CANDIDATES, KEYS, LAUNCHES = 36, 6, 16
@@ -104,3 +106,26 @@ def test_a_pause_of_the_program_is_not_paid_back():
         session = Training(overhead=0.15, pause_s=pause_s)
         steps.append(len(session.session()))
     assert steps[1] <= 1.3 * steps[0]  # 60 s are 400 steps
+
+
+@pytest.mark.parametrize(("overhead", "tuned_ms"), [(0.15, 4.0), (0.15, 8.0)], ids=["gains", "gains nothing"])
+def test_an_online_session_ends_with_the_step_as_it_was_and_is(bench, overhead, tuned_ms):
+    kernel = bench.kernel({16: 8.0, 32: tuned_ms, 64: 30.0})
+    step = bench.tune(lambda: launch(kernel, numbers()), mode="online", overhead=overhead)
+    while not step.settled:
+        step()
+    gain, cost = step.report.gain, step.report.cost
+    text = str(step.report)
+    if tuned_ms == 8.0:
+        assert gain is None
+    else:
+        assert (gain.before_ms, gain.after_ms, gain.steps) == (8.0, 4.0, 20)
+        assert "Step 8.000 -> 4.000 ms (medians of 20 interleaved steps each), pays off after" in text
+    assert text.count("Tuning took ") == 1
+    assert cost.steps == step.report.runs
+
+
+def test_a_gain_inside_the_noise_is_called_none_and_others_say_when_they_pay_off():
+    assert StepGain(108.1, 92.4, 1.0).text(28.0).endswith("each), pays off after 1,784 steps")
+    assert StepGain(92.3, 92.1, 0.4).text(28.0).endswith("no gain beyond the noise of 0.4000 ms")
+    assert StepGain(92.3, 95.0, 0.4).text(28.0).endswith("slower than with the first configs")

@@ -1,0 +1,115 @@
+"""Whether tuning pays: steps with the first configs and with the winners, interleaved at a session's end."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from ...formatting import format_ms
+from ..context import Context
+from ..plans.search import AskedPlan, Search
+from ..plans.space import Plan
+from ..reports import AgreedRun
+from ..rules import Rules
+from ..shared_context import Status
+from .pace import Cost
+from .phase import RunPhase
+
+STEPS = 20  # of each side
+MOST_RUNS = 10 * 2 * STEPS  # where runs do not launch what is planned, the comparison ends without a result
+ERRORS = 2.0  # standard errors of the difference of the medians: less is none
+MEDIAN_ERROR = 1.2533  # times that of a mean
+QUARTILES = 1.349  # standard deviations between the quartiles: a spike adds nothing
+
+
+class StepGain(Struct, frozen=True):
+    """Medians of interleaved steps with the first configs and with the winners."""
+
+    before_ms: float
+    after_ms: float
+    noise_ms: float  # a difference up to this is none
+    steps: int = STEPS  # of each side
+
+    @property
+    def gain_ms(self) -> float:
+        """Return what a step takes less; 0.0: nothing beyond the noise."""
+        gain_ms = self.before_ms - self.after_ms
+        return gain_ms if abs(gain_ms) > self.noise_ms else 0.0
+
+    def pays_off_after(self, cost_s: float) -> int | None:
+        """Return the steps that gain what tuning has cost; None: none do."""
+        return math.ceil(1e3 * cost_s / self.gain_ms) if self.gain_ms > 0 else None
+
+    def text(self, cost_s: float) -> str:
+        """Return the times, and when what tuning has cost is gained."""
+        times = f"step {format_ms(self.before_ms)} -> {format_ms(self.after_ms)} ms"
+        medians = f"{times} (medians of {self.steps} interleaved steps each)"
+        if (steps := self.pays_off_after(cost_s)) is not None:
+            return f"{medians}, pays off after {steps:,} steps"
+        if self.gain_ms < 0:
+            return f"{medians}: slower than with the first configs"
+        return f"{medians}: no gain beyond the noise of {format_ms(self.noise_ms)} ms"
+
+
+def cost_and_gain(cost: Cost | None, gain: StepGain | None) -> list[str]:
+    """Return what a session has cost the program, and what its steps gain by it, as far as both are known."""
+    if cost is None:
+        return []
+    return [str(cost), *([] if gain is None else [gain.text(cost.total_s)])]
+
+
+class StepComparison(RunPhase):
+    """Compares the plan of first configs with the tuned one; decides nothing."""
+
+    def __init__(self, contexts: Mapping[str, Context], rules: Rules) -> None:
+        super().__init__(contexts, rules, "step|")
+        self.is_over = True
+        self.gain: StepGain | None = None  # None: not compared
+        self._plans: dict[str, Plan] = {}
+        self._runs = 0
+
+    def begin(self) -> None:
+        """Compare what this session has searched, if the first configs are not the winners."""
+        tuned = [c for c in self._contexts.values() if c.began is not None and c.status is Status.TUNED]
+        differ = [context for context in tuned if context.default != context.incumbent]
+        before = {context.name: context.default for context in differ}
+        self._plans = {"before": before, "after": {context.name: context.incumbent for context in differ}}
+        self._ms, self._runs, self.gain, self.waiting = {}, 0, None, False
+        if differ:
+            self._begin(self._steps())
+
+    def record(self, report: AgreedRun, *, patience: int) -> None:
+        super().record(report, patience=patience)
+        self._runs += 1
+        if self._runs == MOST_RUNS:
+            self.leave()
+
+    def _steps(self) -> Search:
+        for number in range(STEPS):
+            sides = ("before", "after") if number % 2 else ("after", "before")
+            for side in sides:
+                yield AskedPlan(self._plans[side], f"{side} {number}")
+        return {}
+
+    def _finish(self, plan: Plan) -> None:
+        ms = {
+            side: [each for label, (_, each) in self._ms.items() if label.startswith(side)]
+            for side in self._plans
+        }
+        count = min(map(len, ms.values()))
+        if count >= STEPS // 2:
+            before_ms, after_ms = (float(statistics.median(ms[side])) for side in ("before", "after"))
+            noise_ms = ERRORS * math.hypot(*map(_error_of_median, ms.values()))
+            self.gain = StepGain(before_ms, after_ms, noise_ms, count)
+
+    def leave(self) -> None:
+        """End without a result."""
+        self.is_over = True
+
+
+def _error_of_median(ms: list[float]) -> float:
+    low, _, high = statistics.quantiles(map(float, ms), n=4)
+    return MEDIAN_ERROR * (high - low) / QUARTILES / math.sqrt(len(ms))
