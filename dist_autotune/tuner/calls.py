@@ -9,7 +9,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from threading import get_ident
 from typing import Any, TypeVar
@@ -31,7 +30,7 @@ from ..triton_api.turn import ProcessTurn, session_turn
 from . import diagnosis
 from .function_state import FunctionSetup, FunctionState
 from .recorder import contexts_from_cache
-from .report import TunedContext, TuningReport, time_order
+from .report import ReportsOfFunction, TuningReport
 from .session import Session
 from .settled_calls import SettledCalls
 
@@ -63,8 +62,7 @@ class Calls:
         self._is_program = is_program
         self.state: FunctionState | None = None
         self._session: Session | None = None
-        self._report: TuningReport | None = None
-        self._earlier: dict[str, TunedContext] = {}  # settled by the sessions before that of the report
+        self._reports = ReportsOfFunction()
         self._settled = SettledCalls(name, options, self._note)
         self._wants_session = True  # the next call opens one
         self._changes_arguments = False  # a run takes a container apart that it was given
@@ -76,16 +74,12 @@ class Calls:
 
     @property
     def report(self) -> TuningReport | None:
-        session = self._session  # read once: another thread may ask
-        report = self._report if session is None else session.report()
-        if report is not None and self.state is not None and not self.state.function.tunes:
-            later = contexts_from_cache(self.state.registry)
-            report = replace(report, contexts=(*report.contexts, *later))
-        if report is None or not self._earlier:
-            return report
-        now = {context.label for context in report.contexts}
-        before = [each for label, each in tuple(self._earlier.items()) if label not in now]
-        return replace(report, earlier=tuple(sorted(before, key=time_order)))
+        session, state = self._session, self.state  # read once: another thread may ask
+        report = self._reports.last if session is None else session.report()
+        if report is None:
+            return None
+        later = () if state is None or state.function.tunes else contexts_from_cache(state.registry)
+        return self._reports.completed(report, later)
 
     @property
     def settled(self) -> bool:
@@ -193,8 +187,9 @@ class Calls:
         # autograd saves, the call returns this run's result.
         is_kept = bool(self._options.preserve) or call.changes_tensors or saved_tensor_hooks() is not None
         with self._turn() as is_own:
-            if not is_own or (self.settled and not _lacks_results(state, call)):
-                return result  # or another thread's session has tuned them
+            is_tuned = not state.function.is_alone or all(each.tuned is not None for each in call.new or ())
+            if not is_own or (self.settled and is_tuned):  # by another thread's session
+                return result
             self._wants_session = True
             beside = (result,) if is_kept else None
             del result  # the function's outputs must not add to the memory of the next run
@@ -391,12 +386,8 @@ class Calls:
             self._keep_report(self._session)
 
     def _keep_report(self, session: Session) -> None:
-        """Keep the report of a session that is over, and what the sessions before it have settled."""
-        before = () if self._report is None else self._report.contexts
-        if session.state.known.ignores_known:  # tuned anew
-            before, self._earlier = (), {}
-        self._earlier.update((each.label, each) for each in before if each.status != "unfinished")
-        self._report, self._session = session.report(), None
+        self._reports.keep(session.report(), anew=session.state.known.ignores_known)
+        self._session = None
 
     # -- the function on its group -------------------------------------------------------------------------
 
@@ -413,9 +404,7 @@ class Calls:
             try:
                 source = "" if self._function is None else identity.function_digest(self._function)
                 setup = FunctionSetup(options, self._name, source, group, mode=mode)
-                known = FunctionState(setup, self._note)
-                if setup.tunes and options.watch and not setup.is_alone:
-                    known.watches = functools.partial(self._settled.watch, known)
+                known = FunctionState(setup, self._note, self._settled.watch)
             except BaseException as error:  # see [Note: ranks leave together]
                 group.fail(error)
                 raise
@@ -435,11 +424,6 @@ class Calls:
         rank = 0 if self.state is None else self.state.function.group.rank
         with SessionLog(self._log_dir, rank) as log:
             log.write(Note(rank=rank, text=text))
-
-
-def _lacks_results(state: FunctionState, call: CallUnderWay) -> bool:
-    """Return whether keys of a settled call are untuned still, behind a session of another thread."""
-    return state.function.is_alone and any(context.tuned is None for context in call.new or ())
 
 
 def _world() -> Any:

@@ -89,10 +89,15 @@ class FunctionState:
     `orders` is the same on all ranks, `search` is on the deciding rank alone; `registry` and `dispatcher` are
     this rank's.
 
-    note: writes a line of the log.
+    note: writes a line of the log. watch: says how a settled call is watched.
     """
 
-    def __init__(self, function: FunctionSetup, note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        function: FunctionSetup,
+        note: Callable[[str], None],
+        watch: Callable[[FunctionState], Watch],
+    ) -> None:
         disk = Winners(function.options.resolved_cache_dir(), tunes=function.tunes)
         self.function, self._note = function, note
         self.orders = Orders(self._rules())
@@ -105,7 +110,7 @@ class FunctionState:
         self.time_spent = TimeSpent()  # of the session under way
         self.is_checked = False  # its first two runs left the same values: see `InPlaceCheck`
         self.has_refused = False  # a settled call: the peers know
-        self.watches: Callable[[], Watch] | None = None  # settled calls; None: nobody asks about them
+        self._watch = watch
         self._call_count: CallCount | None = None
         self._reset()
 
@@ -132,9 +137,10 @@ class FunctionState:
         count, session = self._call_count, self.orders.session
         if count is not None and count.session == session:
             return count
-        if self.watches is None or not session:
+        function = self.function
+        if function.is_alone or not (function.tunes and function.options.watch and session):
             return None
-        self._call_count = self.function.group.call_count(session, self.watches())
+        self._call_count = function.group.call_count(session, self._watch(self))
         return self._call_count
 
     @contextlib.contextmanager

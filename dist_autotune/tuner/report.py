@@ -218,6 +218,32 @@ class TuningReport:
         return lines
 
 
+class ReportsOfFunction:
+    """The report of a function's last session, and the contexts that the sessions before it have settled."""
+
+    def __init__(self) -> None:
+        self.last: TuningReport | None = None
+        self._earlier: dict[str, TunedContext] = {}  # by label
+
+    def keep(self, report: TuningReport, *, anew: bool) -> None:
+        """Keep the report of a session that is over. anew: it took no result from before."""
+        if anew:
+            self._earlier = {}
+        elif self.last is not None:
+            settled = (each for each in self.last.contexts if each.status != "unfinished")
+            self._earlier.update((each.label, each) for each in settled)
+        self.last = report
+
+    def completed(self, report: TuningReport, later: tuple[TunedContext, ...]) -> TuningReport:
+        """Return a report with the contexts of earlier sessions and with `later` ones; any thread may ask."""
+        contexts = (*report.contexts, *later)
+        if not (self._earlier or later):
+            return report
+        now = {context.label for context in contexts}
+        before = [each for label, each in tuple(self._earlier.items()) if label not in now]
+        return replace(report, contexts=contexts, earlier=tuple(sorted(before, key=time_order)))
+
+
 def missing_gains(contexts: Iterable[TunedContext]) -> Iterator[str]:
     """Yield a sentence for each reason why contexts have no gain; the time of a step leaves these out."""
     for labels, reason in labels_by_reason((each.label, each.no_gain_reason) for each in contexts):
