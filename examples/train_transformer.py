@@ -409,7 +409,9 @@ def main() -> None:
     ]
     angles = angles_of(options.tokens, device)
 
-    @contextual_autotune(is_dist=True, mode="online", name="train_transformer example")
+    most = options.steps * 4 // 5  # then the best so far stands
+
+    @contextual_autotune(is_dist=True, mode="online", name="train_transformer example", max_runs=most)
     def step(tokens: Tensor, labels: Tensor) -> Tensor:
         optimizers[1].zero_grad()
         loss = parallel(tokens, labels, angles) / mesh["tp"].size()  # what is minimised is the ranks' sum
