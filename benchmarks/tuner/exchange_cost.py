@@ -3,10 +3,12 @@
     python -m benchmarks.tuner.exchange_cost --ranks 2 4 8
 
 Protocol: processes on this host, joined by gloo; torch's own collectives take no part. Times are of whole
-exchanges, back to back, with payloads of real sessions of 1 and 10 contexts; the figure is the slowest rank's
-median over rounds in which the arms take turns. The vote is the difference between settled calls with
-watch=True and watch=False. Before and after, a round trip of one byte between two processes over the loopback
-device is timed, to calibrate. How many bytes travel is tested: tests/ranks/test_rank_scale.py.
+exchanges, back to back: each rank writes its report of 1 or 10 contexts, the deciding rank's search makes the
+next plan, each rank applies the order. The figure is the slowest rank's median (and its quietest tenth) over
+rounds in which the arms take turns. The vote is the difference between settled calls with watch=True and
+watch=False. Before and after, a round trip of one byte between two processes over the loopback device is
+timed, to calibrate. With --deciding, the deciding rank's part alone, for so many ranks. How many bytes travel
+is tested: tests/ranks/test_rank_scale.py.
 
 Traps: with more ranks than cores the system's scheduler is timed too; on a busy machine the quietest tenth
 says more than the median, and the calibration says how busy it was.
@@ -14,6 +16,7 @@ says more than the median, and the calibration says how busy it was.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import multiprocessing
@@ -23,7 +26,7 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +40,20 @@ os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = (
 import torch
 import torch.distributed as dist
 import triton
-import triton.language as tl
-from msgspec import msgpack
+from msgspec.structs import replace
 
 from dist_autotune import contextual_autotune
-from dist_autotune.ranks.group import GROUPS, ProcessGroup
-from dist_autotune.search.messages import RunReport
-from dist_autotune.search.reports import agreed_run, read_reports
+from dist_autotune.ranks.group import GROUPS
+from dist_autotune.search.messages import Announcement, Opening, Part, RunReport
+from dist_autotune.search.orders import Orders, read_order
+from dist_autotune.search.rules import Rules
+from dist_autotune.search.search import SESSION_STATE, Search
+from dist_autotune.search.strategies import Flow
 
 TIMEOUT_S = 120.0
 LIMIT_S = 600  # of one set of ranks
 ROUNDS = 20
+CANDIDATES = 8  # of a context
 Cost = dict[str, float]
 
 
@@ -97,43 +103,57 @@ def timed_ms(call: Callable[[], Any], calls: int) -> list[float]:
     return times
 
 
-# ---- payloads
+# ---- reports and the search that reads them
 
 
-def payloads_of_a_session(_rank: int, contexts: int) -> list[bytes]:
-    """Return what this rank sends in the exchanges of a session: opening, first run, second run, ..."""
-    sent: list[bytes] = []
-    exchange = ProcessGroup.exchange
+def endless(candidates: Sequence[int], *, n_warmup: int, n_repeat: int) -> Flow:
+    for number in itertools.count():
+        yield candidates[number % len(candidates)]
 
-    def noted(self: ProcessGroup, payload: bytes, *rest: Any) -> bytes:
-        sent.append(payload)
-        return exchange(self, payload, *rest)
 
-    ProcessGroup.exchange = noted  # type: ignore[method-assign]
+class Runs:
+    """An endless session: what one rank reports of its runs, and the orders of the deciding rank."""
 
-    @triton.autotune([triton.Config({"BLOCK": 8 << n}, num_warps=4) for n in range(4)], key=["n"])
-    @triton.jit
-    def fill(y_ptr, n, BLOCK: tl.constexpr):
-        offs = tl.arange(0, BLOCK)
-        tl.store(y_ptr + offs, offs, mask=offs < n)
+    def __init__(self, contexts: int) -> None:
+        rules = Rules(endless, search="endless", n_warmup=0, n_repeat=1, max_runs=1 << 40)
+        self.search, self.orders = Search(rules, orders := Orders(rules)), orders
+        self._names = [f"{n:016x}" for n in range(contexts)]
+        self._digests = [f"{n:016x}" for n in range(CANDIDATES)]
+        about = {"the tuned function": "step", **dict.fromkeys(("settled", "clock", "device", "retune"), "-")}
+        opening = Opening({SESSION_STATE: "", "cache": "", **about}).encode()
+        self.orders.apply(read_order(self.search.open({0: opening})))
+        self.apply(self.search.step({0: self.report(is_first=True)}))
 
-    y = torch.zeros(64)
+    def report(self, *, is_first: bool = False) -> bytes:
+        order = tuple((each, f"BLOCK: {n}, num_warps: 4") for n, each in enumerate(self._digests))
+        new = Announcement(0, "matmul", "8, 'fp16'", order, tuple(self._digests), kernel_id="matmul")
+        parts = {}
+        for name in self._names:
+            context = self.orders.contexts.get(name)
+            ran = self._digests[0] if context is None else context.digests[context.planned]
+            parts[name] = Part(ran, 1.25, announcement=replace(new, key=name) if is_first else None)
+        return RunReport({"the tuned function": "step"}, parts=parts, elapsed_s=1.0).encode()
 
-    @contextual_autotune(
-        is_dist=True, n_warmup=0, n_repeat=1, cache=False, log_dir=None, progress=False, name="exchange_cost"
-    )
-    def thunk() -> None:
-        for n in range(1, contexts + 1):
-            fill[(1,)](y, n)
+    def apply(self, order: bytes) -> None:
+        self.orders.apply(read_order(order))
 
-    thunk()
-    return sent
+
+def deciding_ms(ranks: int, contexts: int, calls: int) -> Cost:
+    """Return what the deciding rank takes from reports of so many ranks, already there, to its order."""
+    runs, times = Runs(contexts), []
+    for _ in range(calls):
+        reports = dict.fromkeys(range(ranks), runs.report())
+        began = time.perf_counter()
+        order = runs.search.step(reports)
+        times.append((time.perf_counter() - began) * 1e3)
+        runs.apply(order)
+    return median_and_quiet(times)
 
 
 # ---- milliseconds of real ranks
 
 
-def exchange_ms(rank: int, payloads: dict[int, bytes], calls: int) -> dict[str, Cost]:
+def exchange_ms(rank: int, calls: int) -> dict[str, Cost]:
     agreement = GROUPS.of(None)
     votes = {
         watch: contextual_autotune(
@@ -142,13 +162,16 @@ def exchange_ms(rank: int, payloads: dict[int, bytes], calls: int) -> dict[str, 
         for watch in (True, False)
     }
 
-    def exchanging(payload: bytes) -> Callable[[], Any]:
-        def decide(reports: dict[int, bytes]) -> bytes:
-            return msgpack.encode(agreed_run(read_reports(reports, RunReport), {}, {}))
+    def exchanging(contexts: int) -> Callable[[], Any]:
+        runs = Runs(contexts)
 
-        return lambda: agreement.exchange(payload, decide, TIMEOUT_S, "a timing")
+        def exchange() -> None:
+            report = runs.report()
+            runs.apply(agreement.exchange(report, runs.search.step, TIMEOUT_S, "a timing"))
 
-    calls_of = {f"{contexts} contexts": exchanging(payload) for contexts, payload in payloads.items()}
+        return exchange
+
+    calls_of = {f"{contexts} contexts": exchanging(contexts) for contexts in (1, 10)}
     calls_of |= {"settled call with vote": votes[True], "settled call without": votes[False]}
     times: dict[str, list[float]] = {name: [] for name in calls_of}
     for call in calls_of.values():
@@ -185,12 +208,12 @@ def round_trip_ms(calls: int) -> Cost:
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="processes on this host")
+    parser.add_argument("--deciding", type=int, nargs="*", default=[64, 256], help="ranks that are simulated")
     parser.add_argument("--calls", type=int, default=400, help="exchanges of each kind")
     parser.add_argument("--json", type=Path, help="the file for the figures")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("dist_autotune").setLevel(logging.ERROR)  # functions without launches are meant here
-    payloads = {contexts: on_ranks(payloads_of_a_session, 2, contexts)[1][2] for contexts in (1, 10)}
     record: dict[str, Any] = {
         "cores": os.cpu_count(),
         "load": os.getloadavg(),
@@ -198,13 +221,17 @@ def main() -> None:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "real": [],
+        "deciding": [],
     }
     for ranks in chosen.ranks:
         trips = [round_trip_ms(chosen.calls)]
-        by_rank = on_ranks(exchange_ms, ranks, payloads, chosen.calls)
+        by_rank = on_ranks(exchange_ms, ranks, chosen.calls)
         trips.append(round_trip_ms(chosen.calls))
         costs = {name: slowest([costs[name] for costs in by_rank]) for name in by_rank[0]}
         record["real"].append({"ranks": ranks, "round_trip_ms": slowest(trips), "ms": costs})
+    for ranks in chosen.deciding:
+        costs = {f"{each} contexts": deciding_ms(ranks, each, chosen.calls) for each in (1, 10)}
+        record["deciding"].append({"ranks": ranks, "ms": costs})
     print("\n".join(table(record)))
     if chosen.json:
         chosen.json.write_text(json.dumps(record, indent=1) + "\n")
@@ -219,6 +246,16 @@ def table(record: dict[str, Any]) -> list[str]:
     for row in record["real"]:
         cells = [row["round_trip_ms"], *(row["ms"][name] for name in names)]
         texts = [f"{cell['median']:.4f} ({cell['quiet']:.4f})" for cell in cells]
+        lines.append(f"| {row['ranks']} | {' | '.join(texts)} |")
+    lines += [
+        "",
+        "Reports already there, to the order:",
+        "",
+        "| ranks | 1 context | 10 contexts |",
+        "|---|---|---|",
+    ]
+    for row in record["deciding"]:
+        texts = [f"{cost['median']:.3f} ({cost['quiet']:.3f})" for cost in row["ms"].values()]
         lines.append(f"| {row['ranks']} | {' | '.join(texts)} |")
     return lines
 

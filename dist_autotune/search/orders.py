@@ -36,7 +36,7 @@ class NextLaunch(Struct, frozen=True, array_like=True):
 class SearchResult(Struct, frozen=True, array_like=True):
     """How far the search of a context is, and its result."""
 
-    status: str = ""
+    status: Status = Status.UNDER_WAY
     incumbent: int = -1  # launched where no candidate is on trial; -1: nothing works
     winner: int = -1
     is_final: bool = False  # no whole run is still to judge the result
@@ -87,7 +87,7 @@ class ContextOrder(SharedContext):
 
     @property
     def status(self) -> Status:  # type: ignore[override]
-        return Status(self.result.status)
+        return self.result.status
 
     @property
     def incumbent(self) -> int:
@@ -136,14 +136,12 @@ class ContextOrder(SharedContext):
         self, context: SharedContext, next_launch: NextLaunch, result: SearchResult
     ) -> ContextChanges:
         """Return how the deciding rank's context differs from this record."""
-        rows, before = _rows(context.times), _rows(self.times)
-        gone: dict[int, TimesRow] = dict.fromkeys(before.keys() - rows.keys(), (None, None, None, None))
         launch_ms = dict(context.launch_ms)
         return ContextChanges(
             next_launch=None if next_launch == self.next_launch else next_launch,
             result=None if result == self.result else result,
             banned={index: ban for index, ban in context.banned.items() if index not in self.banned},
-            times={**{index: row for index, row in rows.items() if before.get(index) != row}, **gone},
+            times=_changed_rows(context.times, self.times),
             launch_ms=None if launch_ms == self.launch_ms else launch_ms,
         )
 
@@ -152,14 +150,21 @@ def _columns(times: AgreedTimes) -> tuple[dict[int, float], ...]:
     return times.ms, times.warmup_ms, times.fastest_ms, times.gap_ms
 
 
-def _rows(times: AgreedTimes) -> dict[int, TimesRow]:
-    columns = _columns(times)
-    ms, warmup_ms, fastest_ms, gap_ms = (column.get for column in columns)
-    rows = {}
-    for index in {index for column in columns for index in column}:
-        found = ms(index), warmup_ms(index), fastest_ms(index), gap_ms(index)
-        rows[index] = tuple(None if each is None else float(each) for each in found)
-    return rows  # type: ignore[return-value]
+def _changed_rows(times: AgreedTimes, before: AgreedTimes) -> dict[int, TimesRow]:
+    """Return the rows of `times` that differ."""
+    columns = [*zip(_columns(times), _columns(before), strict=True)]
+    changed = {
+        index
+        for now, then in columns
+        if now != then
+        for index in now.keys() | then.keys()
+        if now.get(index) != then.get(index)
+    }
+    return {index: _row([now.get(index) for now, _ in columns]) for index in changed}
+
+
+def _row(ms: list[float | None]) -> TimesRow:
+    return tuple(None if each is None else float(each) for each in ms)  # type: ignore[return-value]
 
 
 class OpeningOrder(Struct, frozen=True, omit_defaults=True):

@@ -118,26 +118,37 @@ def agreed_run(
 
 def agreed_part(of_ranks: Mapping[int, Part]) -> AgreedPart:
     """Return what ranks say of one context: the slowest one's time, all that they ban."""
-    parts = of_ranks.values()
-    ran = {part.ran for part in parts if part.ran is not None}
-    times = [part.ms for part in parts if part.ms is not None]
-    unmeasured = sum(part.is_unmeasured for part in parts)
+    ran: str | None = None
+    times: list[float] = []
+    announcements: list[Announcement] = []
     bans: dict[str, Ban] = {}
+    unmeasured, is_pending, gap_ms, compiling, share, launches = 0, False, 0.0, 0, 0, 1
     for rank, part in of_ranks.items():
+        if part.ran is not None:
+            ran = part.ran if ran is None or ran == part.ran else MIXED
+        if part.ms is not None:
+            times.append(part.ms)
+        if part.announcement is not None:
+            announcements.append(part.announcement)
         for candidate, reason in part.bans.items():
             bans.setdefault(candidate, (rank, reason))
+        unmeasured += part.is_unmeasured
+        is_pending |= part.is_pending
+        gap_ms = max(gap_ms, part.gap_ms)
+        compiling, share = max(compiling, part.compiling), max(share, part.share)
+        launches = max(launches, part.launches)
     return AgreedPart(
-        ran=ran.pop() if len(ran) == 1 else MIXED if ran else None,
+        ran=ran,
         ms=max(times) if times and not unmeasured else None,
         best_ms=min(times, default=math.inf),
-        gap_ms=max(part.gap_ms for part in parts),
+        gap_ms=gap_ms,
         ranks=len(times) + unmeasured,
-        is_pending=any(part.is_pending for part in parts),
+        is_pending=is_pending,
         bans=bans,
-        announcement=_announced([part.announcement for part in parts if part.announcement is not None]),
-        compiling=max(part.compiling for part in parts),
-        share=max(part.share for part in parts),
-        launches=max(part.launches for part in parts),
+        announcement=_announced(announcements),
+        compiling=compiling,
+        share=share,
+        launches=launches,
     )
 
 

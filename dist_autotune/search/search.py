@@ -207,7 +207,7 @@ class Search:
             outside_race=search.outside_indices,
         )
         result = SearchResult(
-            status=context.status.value,
+            status=context.status,
             incumbent=-1 if spent else context.incumbent,
             winner=-1 if context.winner is None else context.winner,
             is_final=self.state.is_final(context),
