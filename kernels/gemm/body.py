@@ -29,6 +29,10 @@ def gemm(
     b_desc,
     extra_desc,
     c_desc,
+    row_scale_ptr,  # float32 [M], or None
+    column_scale_ptr,  # float32 [N], or None
+    row_bias_ptr,  # [M], or None
+    column_bias_ptr,  # [N], or None
     M,
     N,
     K,
@@ -38,10 +42,6 @@ def gemm(
     b_alignment,
     m_class,  # of M and N, see `configs`
     n_class,
-    row_scale_ptr,  # float32 [M], or None
-    column_scale_ptr,  # float32 [N], or None
-    row_bias_ptr,  # [M], or None
-    column_bias_ptr,  # [N], or None
     TRANS_A: gl.constexpr,
     TRANS_B: gl.constexpr,
     TENSOR_MEMORY: gl.constexpr,  # Blackwell

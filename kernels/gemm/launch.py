@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ import triton
 from ..configs import capability, take_first
 from ..epilogues import GATED, NO_EPILOGUE, ONLY_SUMS, Epilogue, EpilogueKind
 from ..launches.settled import Arguments, SettledLaunches, ShapeLaunch
-from ..matrices import Block, Matrix, as_matrix, describe, matrix_of_rows
+from ..matrices import Matrix, as_matrix, matrix_of_rows
 from ..tensors import FP8, lies_by_columns
 from .body import gemm
 from .configs import GLUON_CANDIDATES, blocks_of
@@ -40,26 +40,12 @@ tuned_gemm = triton.autotune(
 )(gemm)
 
 
-_SETTLED: SettledLaunches[GemmShape] = SettledLaunches(tuned_gemm, blocks_of)
+def _sources(kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """Return of which of A, B, B and C each descriptor is under a config: `configs.set_blocks`."""
+    return (0, 1, 0, 3) if kwargs["SWAP_AB"] else (0, 1, 2, 3)
 
 
-def launch(a: Matrix, b: Matrix, c: Matrix, shape: GemmShape, epilogue: Epilogue = ONLY_SUMS) -> None:
-    """Write C = A @ B on the current stream of the shape's device, which is the current device.
-
-    The epilogue is of the caller's rows and columns: C's columns and rows where the shape is exchanged.
-    """
-    vectors = _vectors(epilogue, exchanged=shape.exchanged)
-    settled = _SETTLED.find(shape)
-    if settled is not None:
-        further = a if settled.config.kwargs["SWAP_AB"] else b
-        settled.launch((a, b, further, c), *shape.sizes().values(), *vectors)
-        return
-    any_block = Block(8, 64)  # the config's `pre_hook` sets the right ones
-    descriptors = [describe(matrix, any_block) for matrix in (a, b, b, c)]
-    sizes, constants = shape.sizes().values(), shape.constants()
-    with _SETTLED.turn:
-        compiled = tuned_gemm[shape.grid](*descriptors, *sizes, *vectors, **constants)
-        _SETTLED.remember(shape, compiled, constants, vectors)
+_SETTLED: SettledLaunches[GemmShape] = SettledLaunches(tuned_gemm, blocks_of, sources_of=_sources)
 
 
 def _vectors(epilogue: Epilogue, *, exchanged: bool) -> tuple[torch.Tensor | None, ...]:
@@ -73,7 +59,7 @@ def _vectors(epilogue: Epilogue, *, exchanged: bool) -> tuple[torch.Tensor | Non
 class LaunchPlan:
     """The launch for tensors of one layout.
 
-    A matrix is None where TMA cannot address it. Each call replaces the matrices' addresses by its own.
+    A matrix is None where TMA cannot address it, and then it is copied.
     """
 
     shape: GemmShape
@@ -82,6 +68,18 @@ class LaunchPlan:
     b: Matrix | None
     out: Matrix | None
     copies: Copies
+    launches: list[ShapeLaunch[GemmShape]] = field(default_factory=list)  # one, made in the first call
+
+    def launch(self, a: Matrix, b: Matrix, c: Matrix, epilogue: Epilogue) -> None:
+        """Write C = A @ B, of matrices that lie alike in all calls, on the current stream of their device.
+
+        The epilogue is of the caller's rows and columns: C's columns and rows where `exchanged`.
+        """
+        if not self.launches:
+            numbers = tuple(self.shape.sizes().values())
+            self.launches.append(ShapeLaunch(_SETTLED, self.shape, (a, b, b, c), numbers=numbers))
+        vectors = _vectors(epilogue, exchanged=self.exchanged)
+        self.launches[0]((a.address, b.address, b.address, c.address), vectors, ())
 
 
 def plan_launch(
@@ -160,7 +158,7 @@ def execute(
     assert left is not None
     assert right is not None
     assert c is not None
-    launch(left, right, c, shape, epilogue)
+    plan.launch(left, right, c, epilogue)
     if copies.out:
         copy(room, out)
 

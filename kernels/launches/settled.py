@@ -64,18 +64,17 @@ class Settled:
     compiled: Any
     grid: tuple[int, int, int]
 
-    _prepared: dict[Hashable, PreparedLaunch] = field(default_factory=dict)  # by how the matrices lie
+    sources: tuple[int, ...] | None  # of which matrix each descriptor is; None: one of each, in their order
 
-    def launch(self, matrices: tuple[Matrix, ...], *arguments: Any) -> None:
-        """Launch the kernel; descriptors of `matrices`, with the config's blocks, are its first arguments."""
-        self.prepared(matrices)([matrix.address for matrix in matrices], *arguments)
+    _prepared: dict[Hashable, PreparedLaunch] = field(default_factory=dict)  # by how the matrices lie
 
     def prepared(self, matrices: tuple[Matrix, ...]) -> PreparedLaunch:
         """Return the launch for matrices that lie so, wherever they are."""
         lie = tuple(matrix[1:] for matrix in matrices)
         found = self._prepared.get(lie)
         if found is None:
-            made = PreparedLaunch(self.compiled, self.grid, matrices, self.blocks, self.constants)
+            described = matrices if self.sources is None else [matrices[source] for source in self.sources]
+            made = PreparedLaunch(self.compiled, self.grid, described, self.blocks, self.constants)
             found = remember(self._prepared, lie, made)
         return found
 
@@ -84,11 +83,19 @@ class SettledLaunches(Generic[Shape]):
     """The settled launches of one tuned kernel whose constants are its last parameters; no tensor is kept.
 
     operation: the name in the warning that a shape has not been tuned, if there is to be one. blocks_of: of
-    the descriptors that the host makes, if it makes any.
+    the descriptors that the host makes, if it makes any. sources_of: as in `Settled`, under a config.
     """
 
-    def __init__(self, tuner: Any, blocks_of: BlocksOf | None = None, *, operation: str = "") -> None:
+    def __init__(
+        self,
+        tuner: Any,
+        blocks_of: BlocksOf | None = None,
+        *,
+        operation: str = "",
+        sources_of: Callable[[dict[str, Any]], tuple[int, ...]] | None = None,
+    ) -> None:
         self.tuner, self._blocks_of, self._operation = tuner, blocks_of, operation
+        self._sources_of = sources_of
         # It keeps the arguments and config of its launch under way: one thread at a time may call it. An
         # interpreted launch ends with its kernel, which may wait for a peer's other thread.
         self.turn: AbstractContextManager[Any] = contextlib.nullcontext() if INTERPRETED else threading.Lock()
@@ -125,7 +132,8 @@ class SettledLaunches(Generic[Shape]):
         named = {**constants, **config.kwargs}
         ordered = tuple(named[name] for name in tuner.arg_names if name in named)
         blocks = tuple(self._blocks_of({**sizes, **named}).values()) if self._blocks_of else ()
-        settled = Settled(config, key, blocks, ordered, compiled, shape.grid(config.kwargs))
+        sources = self._sources_of(config.kwargs) if self._sources_of else None
+        settled = Settled(config, key, blocks, ordered, compiled, shape.grid(config.kwargs), sources)
         others = (each for each in self._of.get(shape, ()) if each.config is not config)
         remember(self._of, shape, (settled, *others))
 
@@ -172,12 +180,15 @@ class ShapeLaunch(Generic[Shape]):
 
     def __call__(self, addresses: tuple[int, ...], tensors: Tensors, scalars: tuple[float, ...]) -> None:
         """Enqueue the kernel; matrices are at these addresses, arguments in the order of its parameters."""
-        if not self._launches.is_current(self._settled):
-            self._settled = found = self._launches.find(self._shape)
-            self._prepared = None if found is None else found.prepared(self._matrices)
-        if self._prepared is None:
+        settled = self._settled
+        if not self._launches.is_current(settled):
+            settled = self._settled = self._launches.find(self._shape)
+            self._prepared = settled and settled.prepared(self._matrices)
+        if settled is None or self._prepared is None:
             self._ask(addresses, tensors, scalars)
             return
+        if settled.sources is not None:
+            addresses = tuple([addresses[source] for source in settled.sources])
         given_at = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         self._prepared.at(addresses, [*self._held_at, *given_at, *self._numbers, *scalars])
 

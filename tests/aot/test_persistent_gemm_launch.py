@@ -11,11 +11,8 @@ import pytest
 import torch
 from gemm_compiled import candidate
 from gemm_runs import multiply
-from launch_path import count_asking
 from launch_path import launching as launching_on
 
-from dist_autotune import contextual_autotune
-from dist_autotune.compilation import preflight as compiling
 from dist_autotune.kernels import tensors
 from dist_autotune.kernels.epilogues import Epilogue, EpilogueKind
 from dist_autotune.kernels.gemm import launch as launching
@@ -43,17 +40,6 @@ def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.
     return (zeros(m, k), zeros(k, n), zeros(m, n))
 
 
-def test_other_tensors_of_the_same_shape_take_the_short_way_with_their_own_addresses(device, monkeypatch):
-    multiply(*operands(256, 192, 64))
-    monkeypatch.setattr(
-        type(launching.tuned_gemm), "run", lambda *args, **kwargs: pytest.fail("the tuner was asked")
-    )
-    a, b, out = operands(256, 192, 64)
-    multiply(a, b, out)
-    launched = device.launches[-1].arguments
-    assert [descriptor[0] for descriptor in launched[:4]] == [tensor.data_ptr() for tensor in (a, b, b, out)]
-
-
 @pytest.mark.parametrize("by_columns", [False, True], ids=["rows", "columns"])
 def test_a_result_by_columns_is_the_transposed_product_whose_rows_have_what_is_of_columns(by_columns, device):
     a, b, out = operands(256, 192, 64)
@@ -67,9 +53,20 @@ def test_a_result_by_columns_is_the_transposed_product_whose_rows_have_what_is_o
     if by_columns:
         of_rows, of_columns, sizes, factors = of_columns, of_rows, [192, 256, 64], [b, a, a, out]
     assert [descriptor[0] for descriptor in first[:4]] == [tensor.data_ptr() for tensor in factors]
-    assert first[4:7] == sizes
-    assert first[13:17] == [of_rows[0], of_columns[0], of_rows[1], of_columns[1]]
+    assert first[4:11] == [of_rows[0], of_columns[0], of_rows[1], of_columns[1], *sizes]
     assert first == second
+
+
+def test_a_config_of_swapped_tiles_has_a_s_rows_for_its_further_columns(device, monkeypatch):
+    of_a_again = settled_launches.SettledLaunches(
+        launching.tuned_gemm, blocks_of, sources_of=lambda kwargs: (0, 1, 0, 3)
+    )
+    monkeypatch.setattr(launching, "_SETTLED", of_a_again)
+    a, b, out = operands(256, 192, 64)
+    for _ in range(2):  # the first has what the config's `pre_hook` sets
+        multiply(a, b, out)
+    *_, settled = (each.arguments for each in device.launches)
+    assert [descriptor[0] for descriptor in settled[:4]] == [each.data_ptr() for each in (a, b, a, out)]
 
 
 def test_operands_in_fp8_have_as_many_bytes_in_a_block_as_halves(device):
@@ -105,31 +102,6 @@ def test_a_gated_result_by_columns_is_computed_by_rows_and_copied(device):
     by_rows = launching.plan_launch(a, b, zeros(2048, 1024), **choices, tensor_memory=False)
     assert by_rows is not None
     assert (by_rows.copies.out, by_rows.shape.n, by_rows.out.columns) == (False, 2048, 1024)
-
-
-def test_it_is_tuned_in_context_with_each_config_s_own_descriptors(device, monkeypatch):
-    """The blocks are set by the config's `pre_hook`, which the tuner calls as Triton does."""
-    monkeypatch.setattr(compiling, "current_device", lambda: 0)
-    configs = [candidate("pipelined", BLOCK_N=64), candidate("pipelined", BLOCK_M=64, BLOCK_N=128)]
-    monkeypatch.setattr(launching.tuned_gemm, "configs", configs)
-    monkeypatch.setattr(launching.tuned_gemm, "cache", {})
-    a, b, out = operands(256, 192, 128)
-    options = {"n_warmup": 0, "n_repeat": 1, "log_dir": None, "cache": False, "progress": False}
-    tuned = contextual_autotune(lambda: multiply(a, b, out), **options)
-    tuned()
-    (context,) = tuned.report.contexts
-    assert (context.kernel, context.status, context.banned) == ("gemm", "tuned", {})
-    assert len(context.timings) == 2
-    blocks = [launched.arguments[0][5:7] for launched in device.launches]
-    assert set(blocks) == {(64, 128), (64, 64)}  # of A: BLOCK_M x BLOCK_K
-    tiles = {(64, 128): 4 * 3, (64, 64): 4 * 2}
-    assert [launched.grid[0] for launched in device.launches] == [tiles[block] for block in blocks]
-    (choice,) = launching.tuned_gemm.cache.values()
-    assert choice is launching.tuned_gemm.best_config
-    multiply(a, b, out)  # outside: this one asks the tuner and remembers
-    monkeypatch.setattr(type(launching.tuned_gemm), "run", lambda *args, **kwargs: pytest.fail("asked again"))
-    multiply(a, b, out)
-    assert device.launches[-1].arguments == device.launches[-2].arguments
 
 
 # ---- what is known of tensors in their places
@@ -193,7 +165,7 @@ def test_tensors_that_lie_otherwise_in_the_same_place_are_others(device, on_gpu)
     persistent_matmul(a.view(torch.bfloat16), b.view(torch.bfloat16), out.view(torch.bfloat16))
     persistent_matmul(out[:, :64], b, a.new_zeros(256, 192))
     assert len(on_gpu) == 4
-    assert [launched.arguments[4] for launched in device.launches] == [256, 128, 256, 256]
+    assert [launched.arguments[8] for launched in device.launches] == [256, 128, 256, 256]
 
 
 @pytest.mark.parametrize(
@@ -224,15 +196,6 @@ def test_routes_are_bounded_and_keep_no_tensor(on_gpu, device, monkeypatch):
     del each
     gc.collect()
     assert [ref() for ref in kept] == [None] * 12
-
-
-def test_a_known_route_leads_to_the_tuner_while_a_launch_may_be_a_trial(on_gpu, monkeypatch):
-    a, b, out = operands(256, 192, 64)
-    persistent_matmul(a, b, out)
-    asked = count_asking(monkeypatch, launching.tuned_gemm)
-    monkeypatch.setattr(settled_launches, "settled_config", lambda *given: None)
-    persistent_matmul(a, b, out)
-    assert (len(asked), len(on_gpu)) == (1, 1)
 
 
 @pytest.mark.parametrize(("current", "entered"), [(1, []), (0, [1])], ids=["current", "another"])

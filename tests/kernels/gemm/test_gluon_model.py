@@ -98,8 +98,9 @@ def multiply(
     gluon_model.launch(
         BODY.gemm,
         tiles if variant == "pipelined" else programs,
-        *(*operands, c_desc, *sizes),
+        *(*operands, c_desc),
         *(None if each is None else Pointer(each) for each in (*scales, *biases)),
+        *sizes,
         seed=seed,
         haste=(None, 0.05, 0.9)[seed % 3],
         TRANS_A=transposed[0],

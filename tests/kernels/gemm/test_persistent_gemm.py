@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from dense_runs import error_ratio
-from gemm_runs import SHARED_BYTES, a_shape, check, layouts_and_types, matrix, poisoned, schedules
+from gemm_runs import SHARED_BYTES, check, layouts_and_types, matrix, poisoned, schedules
 from operation_runs import DEVICE
 
 from dist_autotune import contextual_autotune
-from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES, PLAIN_CANDIDATES, PLAIN_GPU_CANDIDATES
 from dist_autotune.kernels.gemm.operation import plain_gemm
 from dist_autotune.kernels.gemm.pruning import fits, is_wanted
@@ -191,36 +189,3 @@ def test_parts_of_a_variant_are_all_of_it():
 def test_no_two_candidates_are_the_same():
     for offered in (GLUON_CANDIDATES, PLAIN_GPU_CANDIDATES):
         assert len({str(config) for config in offered}) == len(offered)
-
-
-def test_two_threads_do_not_ask_the_tuner_at_once(monkeypatch):
-    """Arguments of a launch are in the tuner while it is under way, and its config until it is remembered."""
-    both, were_both, steps = threading.Barrier(2), [], []
-
-    class Tuner:
-        configs = ()
-
-        def __getitem__(self, grid: Any) -> Callable[..., None]:
-            return self.launch
-
-        def launch(self, *args: Any, **constants: Any) -> None:
-            steps.append("launch")
-            try:
-                both.wait(0.5)
-                were_both.append(True)
-            except threading.BrokenBarrierError:
-                were_both.append(False)
-
-    monkeypatch.setattr(launching, "tuned_gemm", Tuner())
-    monkeypatch.setattr(launching._SETTLED, "turn", threading.Lock())  # the interpreter's turns are nobody's
-    monkeypatch.setattr(launching._SETTLED, "find", lambda shape: None)
-    monkeypatch.setattr(launching._SETTLED, "remember", lambda *args: steps.append("remember"))
-    matrices = [as_matrix(torch.zeros(64, 64, dtype=torch.bfloat16)) for _ in range(3)]
-    given = (*matrices, a_shape(64, 64, 64, device=torch.device("cpu")))
-    threads = [threading.Thread(target=launching.launch, args=given) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60.0)
-    assert were_both == [False, False]
-    assert steps == ["launch", "remember"] * 2

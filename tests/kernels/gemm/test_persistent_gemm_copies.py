@@ -11,6 +11,7 @@ from gemm_runs import a_shape, always_copied, multiply
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dist_autotune.kernels.epilogues import Epilogue
 from dist_autotune.kernels.gemm import copies
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm.copies import Copies, what_to_copy
@@ -122,7 +123,8 @@ def launch_as_tma(patched: pytest.MonkeyPatch) -> list[GemmShape]:
     """Have launches read and write memory as TMA does; return the list of their shapes."""
     shapes: list[GemmShape] = []
 
-    def launch(a: Matrix, b: Matrix, c: Matrix, shape: GemmShape, bias: None) -> None:
+    def launch(plan: launching.LaunchPlan, a: Matrix, b: Matrix, c: Matrix, epilogue: Epilogue) -> None:
+        shape = plan.shape
         shapes.append(shape)
         assert all(matrix.is_addressable() for matrix in (a, b, c))
         assert (a.transposed, b.transposed, c.transposed) == (shape.trans_a, shape.trans_b, False)
@@ -130,7 +132,7 @@ def launch_as_tma(patched: pytest.MonkeyPatch) -> list[GemmShape]:
         assert (left.shape, right.shape) == ((shape.m, shape.k), (shape.k, shape.n))
         result[: shape.m] = left.double() @ right.double()
 
-    patched.setattr(launching, "launch", launch)
+    patched.setattr(launching.LaunchPlan, "launch", launch)
     return shapes
 
 
@@ -156,7 +158,7 @@ def test_products_of_copies_are_right_for_all_strides(sizes, layouts, out_layout
 
 
 def test_on_blackwell_nothing_is_copied(poisoned_rooms, monkeypatch):
-    monkeypatch.setattr(launching, "launch", lambda *given: None)
+    monkeypatch.setattr(launching.LaunchPlan, "launch", lambda *given: None)
     for sizes, is_launched in {(2048, 1032, 2056): True, (4001, 2003, 999): False}.items():
         m, n, k = sizes
         a, weight, out = (torch.empty(size, dtype=torch.bfloat16) for size in ((m, k), (n, k), (m, n)))
