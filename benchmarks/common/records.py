@@ -20,7 +20,7 @@ from benchmarks.common.ranks import ON_GPU, Ranks
 from benchmarks.common.render import summary
 from dist_autotune.doctor.examination import versions
 from dist_autotune.settings import variables
-from dist_autotune.storage.device import Device
+from dist_autotune.storage.scope import Device
 
 SCHEMA_VERSION = 1
 INTERPRETER_NOTE = "Wall-clock times (interpreter, no GPU): they show behaviour, not speed."

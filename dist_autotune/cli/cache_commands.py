@@ -195,7 +195,7 @@ def import_entries(
     ] = False,
 ) -> None:
     """Add the entries of a bundle to the cache; where results differ, those of the cache stay."""
-    from ..storage.device import Device  # it imports torch, which serves this command alone
+    from ..storage.scope import Device  # it imports torch, which serves this command alone
 
     cache = _open_cache()
     try:

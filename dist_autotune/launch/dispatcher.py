@@ -1,4 +1,4 @@
-"""Makes the launches that are not settled: each with the config that its run plans."""
+"""Launches kernels with the config that the run under way plans; `fast_path` launches what is settled."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ class Dispatcher:
         return kernel
 
     def _keep_form(self, call: CallUnderWay, launch: Launch, binding: Binding, result: Any) -> None:
-        """Keep a launch until the end of the run if candidates are to be compiled for its form."""
+        """Keep a launch until the end of the run if candidates must be compiled for its form."""
         context = binding.rank_context
         is_wanted = call.tunes and context.is_to_preflight and not interception.is_interpreted()
         if is_wanted and context.compile.keep_form(form := kernel_of(result)):
@@ -221,7 +221,7 @@ class Dispatcher:
         return {candidate: reason}
 
     def _repeat(self, launch: Launch) -> Any:
-        """Launch the config that the last run has launched; its failure is raised."""
+        """Launch the config of the last run again; raises its failure."""
         binding = self._known_binding(launch)
         config = binding.configs[binding.rank_context.chosen(binding, binding.rank_context.bans)]
         launch.run_pre_hook(config)
@@ -248,7 +248,7 @@ class Dispatcher:
             return self._registry.binding_of(launch)
 
     def _check_tuned(self, context: RankContext, candidate: str) -> None:
-        """Raise NotTuned in the strict mode for a launch that would not be with a search's result."""
+        """Raise NotTuned in the strict mode unless the candidate is the tuned one."""
         if self.function.is_strict and candidate != (winner := context.tuned):
             about, kernel_id = context.identity, self._registry.names.alias(context.identity.kernel)
             failure = {**context.failures, **context.bans}.get(winner or "", NO_CONFIG_OF_LAUNCH)
@@ -294,7 +294,7 @@ class Dispatcher:
         return call
 
     def _begin_anew(self) -> None:
-        """Let each context choose its config anew; settled calls under way keep theirs."""
+        """Reset the choices of all contexts; settled calls under way keep theirs."""
         self._model = CallUnderWay(self, tunes=False)
         self._known_choices.clear()
         self._registry.begin_run()

@@ -1,4 +1,4 @@
-"""The launch path once everything is settled: one look-up, then the launch that stock Triton would make.
+"""Launches of settled keys: one look-up, then the launch that stock Triton would make.
 
 [Note: settled calls take no lock] Any number of them run at once and share one `Settled`, to which keys are
 added one at a time. Where contexts choose anew, a new `Settled` replaces it (`Dispatcher.settled_call`, which
@@ -132,7 +132,7 @@ INCUMBENTS = CallUnderWay(IncumbentLauncher(), tunes=False)  # of what belongs t
 
 
 def dispatcher(before: Run) -> Run:
-    """Return the function to put in place of `before`, an `Autotuner.run`, for good."""
+    """Return the function that replaces `before`, an `Autotuner.run`, for good."""
     calls, call_of, call_of_others = INTERCEPTION.calls, INTERCEPTION.calls.get, INTERCEPTION.call_of_others
     is_stock = before.__module__ == Autotuner.__module__
     outside = None if has_driver() and not is_interpreted() else _outside_without_driver(before)
@@ -177,7 +177,7 @@ def dispatcher(before: Run) -> Run:
 
 
 def _outside_without_driver(before: Run) -> Run:
-    """Return what launches outside of calls where stock Triton could not benchmark what it does not know."""
+    """Return the launch path outside of calls on machines without a GPU, where stock benchmarking raises."""
 
     def outside(tuner: Autotuner, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -160,7 +160,7 @@ class RankContext:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether the next run has nothing to do with it unless it launches it."""
+        """Return whether it costs the next run nothing unless that launches it."""
         has_work = self.samples.report is not None or self.compile.left or self.unreported_bans
         return self.stage is Stage.SETTLED and not has_work
 
@@ -216,7 +216,7 @@ class RankContext:
 
     @property
     def outside_race(self) -> set[str]:
-        """Return the candidates that are not compiled: by their times, or other keys', others are better."""
+        """Return the candidates that are not compiled, as their times, or other keys', rule them out."""
         if self.order is not None:
             return self.order.outside_race
         upgrade, unlikely = self.beginning.upgrade, self.beginning.unlikely

@@ -324,7 +324,7 @@ class Registry:
 
 
 def _fills(launch: Launch, configs: Mapping[str, Any], texts: Mapping[str, str]) -> Fills:
-    """Return how much of the SMs' time a launch with each config fills; {}: its grid does not tell."""
+    """Return the share of the SMs' time that a launch with each config fills; {}: its grid does not tell."""
     index = preflight.current_device()
     if index < 0 or (device := footprint.device_properties(index)) is None:
         return {}
@@ -338,7 +338,7 @@ def _fills(launch: Launch, configs: Mapping[str, Any], texts: Mapping[str, str])
 
 
 class _Asking:
-    """Stands for the call while a grid's function is asked: its launches are none of the user's."""
+    """Refuses launches while a grid's function is asked about configs that are not launched."""
 
     settled: Mapping[int, Any] = {}
     passes_single = False

@@ -325,7 +325,7 @@ class KnownResults:
         )
 
     def _elsewhere(self, context: ContextIdentity) -> str:
-        """Return in what results for a kernel of that name differ from what is asked for.
+        """Return how results on disk for a kernel of that name differ from the one that is asked for.
 
         Those for that key; without any, those for other keys if all are of another number of ranks.
         """

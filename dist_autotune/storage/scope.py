@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from ..formatting import context_label
 from ..options import Options
 from ..ranks.group import RankGroup
+from ..triton_api import interception
 from ..triton_api.identity import KernelIdentity, value_text
 from ..triton_api.launch import Key
-from .device import Device
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +42,28 @@ class ContextIdentity:
             return self.key_text
         pairs = zip(self.key_names, self.key, strict=True)
         return ", ".join(f"{name}={value_text(value)}" for name, value in pairs)
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device that results hold for."""
+
+    name: str
+    capability: str
+    driver: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.name} {self.capability} {self.driver}".strip()
+
+    @classmethod
+    def current(cls) -> Device:
+        if interception.is_interpreted() or not torch.cuda.is_available():
+            return cls("interpreter", "", "")
+        major, minor = torch.cuda.get_device_capability()
+        module = Path("/proc/driver/nvidia/version")  # where the kernel module states the driver's version
+        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", module.read_text() if module.exists() else "")
+        return cls(torch.cuda.get_device_name(), f"{major}.{minor}", found.group(0) if found else "")
 
 
 class FunctionScope:

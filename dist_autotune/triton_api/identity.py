@@ -92,7 +92,7 @@ def config_digest(config: Any) -> str:
 
 
 def tell_apart(configs: Sequence[Any]) -> None:
-    """Add the values that hooks capture to their texts if configs of one kernel differ in nothing else.
+    """Tell hooks apart by the values that they capture, where configs of one kernel differ in nothing else.
 
     Otherwise they are left out: a hook may capture its rank, and its config is one candidate on all ranks.
     """

@@ -19,7 +19,7 @@ from kernels_for_tests import (
 from dist_autotune import NotTuned
 from dist_autotune.logs.records import ContextAdmitted
 from dist_autotune.storage import bundle, winners
-from dist_autotune.storage.device import Device
+from dist_autotune.storage.scope import Device
 from dist_autotune.storage.winners import Winners
 
 OLD_MS = {16: 5.0, 32: 1.0, 64: 3.0, 128: 2.0, 256: 4.0}  # 32, 128 and 64 are its best
