@@ -98,7 +98,7 @@ class Apart:
         self._before = [0 if each is None else -_bytes_between(each) for each in operands.values()]
         self._behind = 0 if out is None else _bytes_between(out)
 
-    def check(self, out: torch.Tensor | None, *operands: torch.Tensor | None) -> None:
+    def check(self, out: torch.Tensor | None, *operands: torch.Tensor | None, what: str = "out") -> None:
         """Raise ValueError where `out` overlaps an operand; they come in the order of names, or the first."""
         if out is None:
             return
@@ -106,7 +106,9 @@ class Apart:
         for each, before in zip(operands, self._before, strict=False):
             if each is not None and before < each.data_ptr() - begin < behind and _overlap(out, each):
                 name = next(name for name, one in zip(self._names, operands, strict=False) if one is each)
-                raise ValueError(f"out overlaps {name}, which the call reads meanwhile; pass another tensor")
+                raise ValueError(
+                    f"{what} overlaps {name}, which the call reads meanwhile; pass another tensor"
+                )
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

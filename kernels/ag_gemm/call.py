@@ -35,6 +35,7 @@ class Product(NamedTuple):
     out: torch.Tensor
     epilogue: Epilogue
     layout: GatherLayout  # of these tensors
+    gathered: torch.Tensor | None = None  # where the caller wants all ranks' rows
 
 
 # It multiplies the gathered rows with weight [N, K] into out [world_size * rows, N]; the epilogue takes the

@@ -20,6 +20,7 @@ from ..epilogues import Epilogue, result_columns
 from ..symm.base import SymmetricMemory, SymmetricTensor
 from ..tensors import (
     FP8,
+    Apart,
     OwnBuffer,
     check_inner_of_fp8,
     check_out,
@@ -89,7 +90,6 @@ class GatherBuffer:
         self._begin, self._own = chunk.data_ptr(), OwnBuffer(self.symmetric.local)
         self.layout_of = self._own.layout_of
         self._copy = memory.prepare_copy_here(chunk)
-        self._storage_at = chunk.untyped_storage().data_ptr()
         self._whole = self.symmetric.local.flatten(0, 1)  # a view
 
     def put(self, a_shard: torch.Tensor, scale: torch.Tensor | None) -> None:
@@ -103,10 +103,6 @@ class GatherBuffer:
         if self.scales is not None:
             own = self.scales[self._rank, :rows]
             own.fill_(1) if scale is None else own.copy_(scale.detach().reshape(-1))
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor is a view of this memory, which the next call may overwrite."""
-        return tensor.untyped_storage().data_ptr() == self._storage_at
 
     def chunks(self, rows: int) -> torch.Tensor:
         """Return so many rows of each chunk, as a copy unless they are all."""
@@ -141,3 +137,17 @@ class GatherBuffer:
         self._own.check_beside("out", out, "op.gathered", "peers write")
         check_overlap("a_shard", a_shard, self.symmetric.local[self._rank], "m")
         check_scales(row.dtype, device, (epilogue.scale_a, rows), (epilogue.scale_b, columns))
+
+    def check_gathered(self, gathered: torch.Tensor, **operands: torch.Tensor | None) -> None:
+        """Raise TypeError or ValueError unless all ranks' rows can be written there, beside the operands."""
+        if not self._is_dense:
+            raise TypeError(f"rows in {self._row.dtype} have scales: read op.gathered, and pass no tensor")
+        check_tensor("gathered", gathered, self._row.dtype, self.shard.device)
+        a_shard = operands["a_shard"]
+        assert a_shard is not None
+        shape = [self._world_size * a_shard.shape[0], self._row.k]
+        if list(gathered.shape) != shape or not gathered.is_contiguous():
+            given = f"gathered has shape {list(gathered.shape)} and strides {gathered.stride()}"
+            raise ValueError(f"{given}; contiguous {shape} is needed")
+        self._own.check_beside("gathered", gathered, "op.gathered", "peers write")
+        Apart(gathered, **operands).check(gathered, *operands.values(), what="gathered")

@@ -153,9 +153,8 @@ class AllGatherGemm(NumberedCalls):
         width, of_row = self._format.memory
         if self._low_latency is not False and world > 1 and mail.can_take(1, width, of_row):
             self._mail, self._lost = mail.open_mail(memory, self._capacity, width, of_row, self._errors)
-        self._gathered = (
-            0  # rows of each rank in the last call; below 0: in one piece, see `GatherBuffer.room`
-        )
+        # Rows of each rank in the last call; below 0: in one piece, see `GatherBuffer.room`; None: elsewhere.
+        self._gathered: int | None = 0
 
     def _read_device(self, dtype: torch.dtype) -> None:
         super()._read_device(dtype)
@@ -207,15 +206,24 @@ class AllGatherGemm(NumberedCalls):
         later call, `check` or `close`.
         """
         if bias is scale_a is scale_weight is None and activation is None:
-            return self._call(a_shard, weight, out, ONLY_SUMS)
-        return self._call(a_shard, weight, out, Epilogue(bias, activation, scale_a, scale_weight))
+            return self._call(a_shard, weight, out, ONLY_SUMS, None)
+        return self._call(a_shard, weight, out, Epilogue(bias, activation, scale_a, scale_weight), None)
 
     def with_gathered(
-        self, a_shard: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        a_shard: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor | None = None,
+        *,
+        gathered: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Call, and return the product and `all_gather(a)` of this call, which the next one may overwrite."""
-        product = self._call(a_shard, weight, out, ONLY_SUMS)
-        return product, self._rows_of_all()
+        """Call, and return the product and `all_gather(a)` of this call.
+
+        `gathered` [W * m, K], contiguous, is where the rows are written, beside the operands; without it the
+        next call may overwrite them.
+        """
+        product = self._call(a_shard, weight, out, ONLY_SUMS, gathered)
+        return product, self._rows_of_all() if gathered is None else gathered
 
     @property
     def shard(self) -> torch.Tensor:
@@ -227,11 +235,6 @@ class AllGatherGemm(NumberedCalls):
         self._check_usable()
         return self._buffer.shard
 
-    def overwrites(self, gathered: torch.Tensor) -> bool:
-        """Return whether the next call may overwrite what `with_gathered` returned."""
-        self._check_usable()
-        return self._buffer.holds(gathered)
-
     @property
     def gathered(self) -> torch.Tensor:
         """`all_gather(a)` of the last call, [W * m, K], until the next call or replay.
@@ -239,18 +242,20 @@ class AllGatherGemm(NumberedCalls):
         A copy where m < m_per_rank; read during a capture, it is a part of the graph.
         """
         self._check_usable()
+        if self._gathered is None:
+            raise RuntimeError("the last call wrote its rows to the tensor that it was given for them")
         if self._gathered == 0:
             raise RuntimeError("nothing has been gathered yet; call the operation first")
         return self._rows_of_all()
 
     def _rows_of_all(self) -> torch.Tensor:
-        rows = self._gathered
+        rows = self._gathered or 0
         return self._format.rows_in(self._buffer.chunks(rows) if rows > 0 else self._buffer.room(-rows)[0])
 
     # ---- one call, see `exchange.call`
 
     def _plan(self, given: tuple[Any, ...], is_capturing: bool) -> GatherLayout:
-        a_shard, weight, out, epilogue = given
+        a_shard, weight, out, epilogue, gathered = given
         bias, _, scale_a, scale_weight = epilogue
         if torch.is_grad_enabled():
             scales = {"scale_a": scale_a, "scale_weight": scale_weight}
@@ -269,6 +274,8 @@ class AllGatherGemm(NumberedCalls):
         if out is not None and layout.apart is not None:
             rest = () if epilogue is ONLY_SUMS else (bias, scale_a, scale_weight)
             layout.apart.check(out, a_shard, weight, *rest)
+        if gathered is not None:
+            self._buffer.check_gathered(gathered, a_shard=a_shard, weight=weight, product=out)
         return layout
 
     def _new_layout(
@@ -309,10 +316,10 @@ class AllGatherGemm(NumberedCalls):
         )
 
     def _allocate_results(self, layout: GatherLayout, given: tuple[Any, ...]) -> Product:
-        a_shard, weight, out, epilogue = given
+        a_shard, weight, out, epilogue, gathered = given
         if out is None:
             out = weight.new_empty(layout.shape, dtype=self._format.product_dtype)
-        return Product(a_shard, weight, out, epilogue, layout)
+        return Product(a_shard, weight, out, epilogue, layout, gathered)
 
     def _put(self, layout: GatherLayout, product: Product) -> Product:
         epilogue = product.epilogue
@@ -333,18 +340,27 @@ class AllGatherGemm(NumberedCalls):
         self._pusher.start(layout.rows, choice.pieces, is_capturing=is_capturing)
         self._launch(product, consumer, choice.programs)
         self._pusher.finish(is_capturing=is_capturing)
+        if product.gathered is not None:
+            self._write_rows(product.gathered, layout.rows)
         return product.out
+
+    def _write_rows(self, gathered: torch.Tensor, rows: int) -> None:
+        gathered.detach().view(self.world_size, rows, -1).copy_(self._buffer.a[:, :rows])
+        self._gathered = None
 
     def _gather_and_multiply(self, way: int, product: Product) -> None:
         """Gather by a collective or by mail: for both see [Note: a collective needs no permit]."""
-        _, weight, out, epilogue, layout = product
+        _, weight, out, epilogue, layout, into = product
         gathered, own = self._buffer.room(layout.rows)
-        self._gathered = -layout.rows
+        self._gathered = -layout.rows if into is None else None
         if way == COLLECTIVE:
+            gathered = gathered if into is None else into.detach()
             self._collective.all_gather(gathered, own)
         else:
             assert layout.mail is not None
             layout.mail(self._patience_ticks)
+            if into is not None:
+                into.detach().copy_(gathered)
         epilogue = epilogue._replace(scale_a=self._format.scales_in(gathered))
         multiply_into(out.detach(), self._format.rows_in(gathered), weight.detach().T, epilogue)
 

@@ -160,7 +160,7 @@ class PlainConsumer(Consumer):
         self, product: Product, held: GatherMemory, *, has_tma: bool, needs_fence: bool, upcasts: bool
     ) -> None:
         super().__init__()
-        _, weight, out, epilogue, _ = product
+        _, weight, out, epilogue, *_ = product
         gather, world, kind = held.gather, held.world_size, epilogue.kind()
         strides, addresses = (pitch_of(weight), out.stride(0)), (weight.data_ptr(), out.data_ptr())
         steps = (gather.stride(1) | strides[0]) * weight.element_size() | strides[1] * out.element_size()
@@ -178,7 +178,7 @@ class PlainConsumer(Consumer):
         return ShapeLaunch(_SETTLED, shape, numbers=self._numbers)
 
     def _arguments(self, operands: Product, patience_ticks: int) -> Arguments:
-        _, weight, out, ending, _ = operands
+        _, weight, out, ending, *_ = operands
         gather, flags, errors, _, _ = self._held
         tensors = (gather, weight, out, flags, errors, ending.scale_a, ending.scale_b, ending.bias)
         return (), tensors, (patience_ticks, self._rows)

@@ -64,7 +64,7 @@ class SpecializedConsumer(Consumer):
 
     def __init__(self, product: Product, held: GatherMemory) -> None:
         super().__init__()
-        _, weight, out, epilogue, _ = product
+        _, weight, out, epilogue, *_ = product
         gather, self._kind = held.gather, epilogue.kind()
         self._matrices = _matrices(gather, weight, out)  # as they lie: their addresses are of the first call
         self._held, self._gather_at = held, gather.data_ptr()
@@ -81,7 +81,7 @@ class SpecializedConsumer(Consumer):
         return ShapeLaunch(_SETTLED, shape, self._matrices, held=(flags, errors), numbers=numbers)
 
     def _arguments(self, operands: Product, patience_ticks: int) -> Arguments:
-        _, weight, out, ending, _ = operands
+        _, weight, out, ending, *_ = operands
         b = weight.data_ptr()
         addresses = (self._gather_at, b, b, out.data_ptr())
         return addresses, (ending.scale_a, ending.scale_b, ending.bias), (patience_ticks, self._rows)

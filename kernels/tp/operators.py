@@ -43,10 +43,10 @@ def _all_gather_matmul(
         return _products_of_none(a_shard, weights, group_name), gathered
     if fp8:
         return _products_in_fp8(a_shard, weights, group_name), gathered
-    operation, products, rows = _gather(a_shard, weights, group_name, needs_rows=save_gathered)
-    if rows is not None and save_gathered:
-        gathered = rows.clone() if operation.overwrites(rows) else rows
-    return products, gathered
+    if not save_gathered:
+        return _gather(a_shard, weights, group_name, needs_rows=False)[0], gathered
+    gathered = a_shard.new_empty((size_of(group_name) * a_shard.shape[0], a_shard.shape[1]))
+    return _gather(a_shard, weights, group_name, gathered, needs_rows=True)[0], gathered
 
 
 def _products_of_none(a_shard: Tensor, weights: Sequence[Tensor], group_name: str) -> list[Tensor]:
@@ -76,20 +76,25 @@ def rows_in_fp8(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gather(
-    a_shard: Tensor, weights: Sequence[Tensor], group_name: str, *, needs_rows: bool
-) -> tuple[AllGatherGemm, list[Tensor], Tensor | None]:
-    """Return the operation, the products and, if somebody needs them, all rows, until the next call.
+    a_shard: Tensor,
+    weights: Sequence[Tensor],
+    group_name: str,
+    rows: Tensor | None = None,
+    *,
+    needs_rows: bool,
+) -> tuple[list[Tensor], Tensor | None]:
+    """Return the products and, if somebody needs them, all rows: in `rows`, or else until the next call.
 
     The gather hides behind the largest product.
     """
     operation = opened(AllGatherGemm, a_shard, a_shard.shape[0], a_shard.shape[1], group_name)
     if not needs_rows and len(weights) == 1:  # reading them may copy them
-        return operation, [operation(by_rows(a_shard), weights[0])], None
+        return [operation(by_rows(a_shard), weights[0])], None
     sizes = [weight.shape[0] for weight in weights]
     largest = sizes.index(max(sizes))
-    first, gathered = operation.with_gathered(by_rows(a_shard), weights[largest])
+    first, gathered = operation.with_gathered(by_rows(a_shard), weights[largest], gathered=rows)
     products = [first if i == largest else linear(gathered, weight) for i, weight in enumerate(weights)]
-    return operation, products, gathered
+    return products, gathered
 
 
 def _shapes_of_gather(
@@ -202,7 +207,7 @@ def _matmul_reduce_scatter_backward(
     if not grad.shape[0]:
         of_a, gathered = _products_of_none(grad, across, group_name), grad
     elif across:
-        _, of_a, gathered = _gather(grad, across, group_name, needs_rows=bool(multiplied))
+        of_a, gathered = _gather(grad, across, group_name, needs_rows=bool(multiplied))
     elif multiplied:
         gathered = wait(start_gather(grad, group_name))
     return of_a, [] if gathered is None else [torch.mm(gathered.t(), rows) for rows in multiplied]

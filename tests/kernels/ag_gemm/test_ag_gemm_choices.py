@@ -31,10 +31,11 @@ from operation_runs import (
     die,
     end_of,
     hold_launch,
+    message_of,
     on_ranks,
     tuned_in_context,
 )
-from operations import HALF, factors
+from operations import ALWAYS, HALF, factors
 from rank_programs import wait_for
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
@@ -232,6 +233,29 @@ def last_gathered(rank):
 @on_ranks(2)
 def test_shards_in_place_and_what_was_gathered_last_are_right(rank):
     return cases_of((copies_of_a_shard_in_place, last_gathered), rank)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, ALWAYS, {"low_latency": True}], ids=["overlapped", "collective", "mail"]
+)
+@on_ranks(2)
+def test_rows_that_are_gathered_into_a_tensor_of_the_caller_s_stay(rank, options):
+    with GATHERING_ROWS.opened(rank, 16, 16, HALF, **options) as op:
+        for m in (16, 5):
+            a_shard, weight = factors(m, 8, 16, HALF)
+            wanted, kept = gathered_by_torch(a_shard), torch.empty(2 * m, 16, dtype=HALF)
+            product, gathered = op.with_gathered(a_shard, weight, gathered=kept)
+            assert gathered is kept
+            assert message_of(lambda: op.gathered).startswith(
+                "RuntimeError: the last call wrote its rows to the"
+            )
+            assert torch.equal(product, op(a_shard.neg(), weight).neg())
+            assert torch.equal(kept, wanted)
+        told = "ValueError: gathered has shape [3, 16] and strides (16, 1); contiguous [10, 16] is needed"
+        assert message_of(lambda: op.with_gathered(a_shard, weight, gathered=kept[:3])) == told
+        within = torch.empty(15, 16, dtype=HALF)
+        told = "ValueError: gathered overlaps a_shard"
+        assert message_of(lambda: op.with_gathered(within[:5], weight, gathered=within[:10])).startswith(told)
 
 
 # ---- on GPUs

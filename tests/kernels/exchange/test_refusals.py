@@ -98,10 +98,7 @@ GATHER = Refusing(
         "collective is 'auto'; it is True, False, or None, which tunes it": {"collective": "auto"},
         "consumer is 'plain', but collective=True leaves the": {"collective": True, "consumer": "plain"},
     },
-    (
-        *(lambda op: op(A, W), lambda op: op.shard, lambda op: op.gathered, lambda op: op.check()),
-        lambda op: op.overwrites(A),
-    ),
+    (*(lambda op: op(A, W), lambda op: op.shard, lambda op: op.gathered, lambda op: op.check()),),
     waits=False,
 )
 
