@@ -290,14 +290,11 @@ class Registry:
         """Return the contexts in this run's report."""
         return [context for context in self._active if context.run.report is not None]
 
-    def announced_now(self) -> list[RankContext]:
-        """Return the contexts that this run announces to the peers."""
-        reports = ((context, context.run.report) for context in self._active)
-        return [context for context, report in reports if report is not None and report.announcement]
-
     def new_sources(self) -> dict[str, str]:
         """Return the source digests of the functions in the kernels that this run announces, by name."""
-        new = {name for context in self.announced_now() for name, _ in context.identity.source.texts}
+        reports = ((context, context.run.report) for context in self._active)
+        announced = [context for context, report in reports if report is not None and report.announcement]
+        new = {name for context in announced for name, _ in context.identity.source.texts}
         texts: dict[str, set[str]] = {}
         if not new:
             return {}

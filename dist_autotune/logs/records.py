@@ -112,7 +112,7 @@ class Merged(Record, frozen=True, kw_only=True, tag="merged"):
     """What all ranks together said of a run: the next plan follows from this and nothing else."""
 
     run: int
-    payload: dict[str, Any]  # a `RunReport` without facts and offers; fields at defaults are left out
+    payload: dict[str, Any]  # a `RunReport` without facts; fields at defaults are left out
 
 
 class Agreed(ConfigRecord, frozen=True, kw_only=True, tag="agreed"):

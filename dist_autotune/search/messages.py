@@ -148,7 +148,6 @@ class RunReport(Message, frozen=True, tag="run"):
     """At the end of a run of a session."""
 
     sent_at: ClassVar[str] = "the end of a trial"
-    offers: Offers = {}
     parts: dict[str, Part] = {}  # by context
     run: Part = Part()  # time of the whole run
     bits: Bits | None = None  # None: they are not compared

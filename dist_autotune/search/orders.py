@@ -205,7 +205,6 @@ class RunOrder(Struct, frozen=True, omit_defaults=True):
     names: dict[str, str] = {}  # new names of contexts
     unknown: tuple[str, ...] = ()  # reported contexts that the search does not know: announce them anew
     aliases: dict[str, str] | None = None  # of kernels; None: as before
-    offers: Offers = {}
     forecast: Forecast | None = None
     cost: Cost = Cost()
     gain: StepGain | None = None

@@ -257,7 +257,7 @@ class Sources:
 # -- disk entries and crashes ------------------------------------------------------------------------------
 
 
-def offered(reports: Mapping[int, Opening] | Mapping[int, RunReport]) -> Offers:
+def offered(reports: Mapping[int, Opening]) -> Offers:
     """Return all disk entries that ranks offer; of one that several have, the lowest rank's."""
     offers: Offers = {}
     for report in reports.values():

@@ -161,7 +161,6 @@ class Search:
             unknown=tuple(name for name in run.parts if name not in state.known),
             aliases=None if state.kernels.aliases == aliases else dict(state.kernels.aliases),
             remark=remark,
-            offers=offered(reports),
         )
         return Order(run=order, contexts=self._changes(state.contexts.values()))
 

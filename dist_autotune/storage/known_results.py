@@ -125,18 +125,6 @@ class KnownResults:
         known = map(self.disk.launched_by, folders)
         return self._offers_of(itertools.chain.from_iterable(known))
 
-    def offered_after(self, announced: Iterable[ContextIdentity]) -> Offers:
-        """Return all entries of the kernels that a run announces, if no later session shares them."""
-        function = self.function
-        knows_all = function.options.watch or not function.tunes
-        if function.is_alone or knows_all or self.ignores_known or not self.looks_on_disk:
-            return {}
-        wanted = {(context.source.short_name, context.kernel) for context in announced}
-        names = sorted({name for name, _ in wanted})
-        entries = itertools.chain.from_iterable(map(self.disk.entries, names))
-        found = (entry for entry in entries if (entry.key.kernel, entry.key.kernel_digest) in wanted)
-        return self._offers_of(found)
-
     def open(self, offers: Offers, *, same_device: bool, stores: bool) -> None:
         """Begin a session with the offers that all ranks have; stores: no lower rank has this store."""
         self.stores = stores
@@ -146,9 +134,6 @@ class KnownResults:
     def close(self) -> None:
         """End a session: outside of one, several ranks cannot agree on entries on disk."""
         self.looks_on_disk &= self.function.is_alone
-
-    def add_offers(self, offers: Offers) -> None:
-        self._offers = {**offers, **self._offers}
 
     def _offers_of(self, entries: Iterable[Entry]) -> Offers:
         function, conditions = self.function, self._conditions.items()

@@ -139,8 +139,7 @@ class RankRun:
         self.launched.update(parts)
         sources = {SOURCE_OF + name: texts for name, texts in state.registry.new_sources().items()}
         facts = function.facts(sources)
-        offers = state.known.offered_after(each.identity for each in state.registry.announced_now())
-        report = RunReport(facts, offers=offers, parts=parts, run=whole, elapsed_s=elapsed_s)
+        report = RunReport(facts, parts=parts, run=whole, elapsed_s=elapsed_s)
         if self.shares_clock and not function.is_alone:
             report = replace(report, **self._start.stamp())
         if self._filler is not None:

@@ -404,7 +404,6 @@ class Session:
         self._run.apply_order(order.run)
         if order.run.unknown:
             state.registry.forget(order.run.unknown)
-        state.known.add_offers(order.run.offers)
         orders.apply(order)
         self._recorder.record_contexts(run, orders, state.registry.by_name)
         self._run.apply_outcomes(run)
