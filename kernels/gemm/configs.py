@@ -41,6 +41,7 @@ VARIANTS = ("auto", "pipelined", "persistent", "persistent_pipelined", "warp_spe
 PARTS = ("cooperative", "pingpong")
 # Of tiles of any width. A call tries, for each number of tiles, the narrowest.
 WIDTHS = (80, 96, 104, 112, 120, 128, 144, 152, 160, 176, 192, 200, 208, 216, 224, 240)
+WIDEST_OF_PINGPONG = 192  # registers of a thread
 STEP = 16  # the least that tiles differ in
 FINE_UNTIL = 128
 CLASSES_A_DOUBLING = 4
@@ -162,9 +163,13 @@ def gluon_candidate(
     extra_n: int = 0,
     group_m: int = 8,
     joined: bool = False,
+    swap_ab: bool | None = None,
 ) -> triton.Config:
-    """Return a config; `store` is how many columns a store has, and how many buffers there are for them."""
-    kwargs = {
+    """Return a config; `store` is how many columns a store has, and how many buffers there are for them.
+
+    swap_ab: of `gemm`; None for kernels that swap no operands.
+    """
+    kwargs: dict[str, Any] = {
         "VARIANT": variant,
         "BLOCK_M": blocks[0],
         "BLOCK_N": blocks[1],
@@ -176,14 +181,9 @@ def gluon_candidate(
         "GROUP_M": group_m,
         "JOINED": joined,
     }
+    if swap_ab is not None:
+        kwargs["SWAP_AB"] = swap_ab
     return triton.Config(kwargs, num_warps=warps, num_stages=1, pre_hook=set_blocks)
-
-
-def _candidate(*args: Any, swap_ab: bool = False, **options: Any) -> triton.Config:
-    """Return a config of `gemm`."""
-    config = gluon_candidate(*args, **options)
-    config.kwargs["SWAP_AB"] = swap_ab
-    return config
 
 
 def any_width(variant: str, block_m: int, width: int, store_n: int = 64) -> dict[str, Any]:
@@ -201,12 +201,7 @@ def any_width(variant: str, block_m: int, width: int, store_n: int = 64) -> dict
     }
 
 
-def _any_width(variant: str, block_m: int, width: int, *, swap_ab: bool = False) -> triton.Config:
-    return _candidate(**any_width(variant, block_m, width), swap_ab=swap_ab)
-
-
-PINGPONG_WIDTHS = tuple(width for width in WIDTHS if width <= 192)  # registers of a thread
-
+_candidate = functools.partial(gluon_candidate, swap_ab=False)
 GLUON_CANDIDATES = [
     # A tuner's first run takes the first on Blackwell, on Hopper the one with the best estimate.
     _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1)),
@@ -253,12 +248,14 @@ GLUON_CANDIDATES = [
 if HAS_INLINE_PTX:
     GLUON_CANDIDATES += [
         # Widths that a tensor cannot have: as many tiles as there are SMs, or a little less than a multiple.
-        *(_any_width("cooperative", 64, width) for width in WIDTHS),
-        *(_any_width("cooperative", 128, width) for width in WIDTHS),
-        *(_any_width("pingpong", 128, width) for width in PINGPONG_WIDTHS),
-        # A tile's rows are columns of C: where its columns divide C's rows better.
-        *(_any_width("cooperative", 64, width, swap_ab=True) for width in WIDTHS),
-        *(_any_width("pingpong", 128, width, swap_ab=True) for width in PINGPONG_WIDTHS),
+        # Swapped, a tile's rows are columns of C: where its columns divide C's rows better.
+        gluon_candidate(**any_width(variant, block_m, width), swap_ab=swap_ab)
+        for variant, block_m, swap_ab in (
+            *(("cooperative", 64, False), ("cooperative", 128, False), ("pingpong", 128, False)),
+            *(("cooperative", 64, True), ("pingpong", 128, True)),
+        )
+        for width in WIDTHS
+        if variant != "pingpong" or width <= WIDEST_OF_PINGPONG
     ]
 
 

@@ -44,7 +44,7 @@ START = 2500  # of a kernel with several partitions, over one without
 FILL = 1500  # from the first load of a tile to its first multiplication
 STORE_BYTES_PER_CLOCK, STORE_LATENCY = 32, 1000
 
-NEVER_BEST = ("pipelined", "persistent")  # best in 0 of 64 contexts of `auto`
+NEVER_BEST = ("pipelined", "persistent")  # best in 0 of 64 contexts of `auto`: to be asked for by name
 MOST_WIDTHS = 4  # tried of tiles that differ in nothing else: the estimate puts winners first
 
 
@@ -115,15 +115,14 @@ def fits(config: triton.Config, out_bytes: int, limit_bytes: int, *, tensor_memo
     kwargs = config.kwargs
     if shared_bytes(kwargs, out_bytes, tensor_memory=tensor_memory) > limit_bytes:
         return False
-    if tensor_memory:
-        # 128 lanes of tensor memory, and two accumulators: there ping-pong is the cooperative variant.
-        if kwargs["BLOCK_M"] != 128 or kwargs["EXTRA_N"] > 0 or kwargs["VARIANT"] == "pingpong":
-            return False
-        if kwargs["JOINED"]:
-            return False
-        # ptxas spills the float32 pieces of 8 warps that do everything (Triton 3.6 and 3.9).
-        return out_bytes <= 2 or kwargs["VARIANT"] == "cooperative" or config.num_warps == 4
-    return accumulator_registers(config) <= MOST_ACCUMULATOR_REGISTERS
+    if not tensor_memory:
+        return accumulator_registers(config) <= MOST_ACCUMULATOR_REGISTERS
+    # 128 lanes of tensor memory, and two accumulators: there ping-pong is the cooperative variant.
+    if kwargs["BLOCK_M"] != 128 or kwargs["EXTRA_N"] > 0 or kwargs["JOINED"]:
+        return False
+    # ptxas spills the float32 pieces of 8 warps that do everything (Triton 3.6 and 3.9).
+    is_narrow = out_bytes <= 2 or kwargs["VARIANT"] == "cooperative" or config.num_warps == 4
+    return is_narrow and kwargs["VARIANT"] != "pingpong"
 
 
 def is_wanted(kwargs: dict[str, Any], wanted: str) -> bool:
@@ -141,14 +140,15 @@ def saves_tiles(kwargs: dict[str, Any], args: dict[str, Any]) -> bool:
 
 def no_wider_than_need_be(configs: list[triton.Config], args: dict[str, Any]) -> list[triton.Config]:
     """Leave out tiles of any width if narrower ones, alike in all else, are as many."""
-    least: dict[tuple[Any, ...], int] = {}
+    narrowest: dict[tuple[Any, ...], int] = {}
     for config in configs:
-        kind = _kind_and_tiles(config, args)
-        least[kind] = min(_width(config), least.get(kind, _width(config)))
+        alike = (*_kind(config), count_tiles(config.kwargs, args))
+        narrowest[alike] = min(_width(config), narrowest.get(alike, _width(config)))
     return [
         config
         for config in configs
-        if not config.kwargs["JOINED"] or _width(config) == least[_kind_and_tiles(config, args)]
+        if not config.kwargs["JOINED"]
+        or _width(config) == narrowest[*_kind(config), count_tiles(config.kwargs, args)]
     ]
 
 
@@ -156,10 +156,6 @@ def _kind(config: triton.Config) -> tuple[Any, ...]:
     """Return the fields of tiles of any width, but for the width."""
     names = ("JOINED", "VARIANT", "BLOCK_M", "SWAP_AB", "GROUP_M", "STORE_N")
     return tuple(config.kwargs[name] for name in names)
-
-
-def _kind_and_tiles(config: triton.Config, args: dict[str, Any]) -> tuple[Any, ...]:
-    return (*_kind(config), triton.cdiv(as_tiled(config.kwargs, args)["N"], _width(config)))
 
 
 def _width(config: triton.Config) -> int:
@@ -189,15 +185,12 @@ def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: An
         usable = [config for config in usable if config.kwargs["VARIANT"] not in NEVER_BEST] or usable
     usable = [config for config in usable if saves_tiles(config.kwargs, args)] or usable
     usable = no_wider_than_need_be(usable, args)
-    usable = [config for swap_ab in (False, True) for config in _not_too_large(usable, args, swap_ab)]
-    return usable if args["TENSOR_MEMORY"] else most_promising(usable, args)
-
-
-def _not_too_large(configs: list[triton.Config], args: dict[str, Any], swap_ab: bool) -> list[triton.Config]:
-    """Return the configs, swapped or not, with tiles no more than twice as large as C."""
-    kind = [config for config in configs if config.kwargs["SWAP_AB"] == swap_ab]
-    sizes = as_tiled({"SWAP_AB": swap_ab}, args)
-    return not_too_large(kind, BLOCK_M=sizes["M"], BLOCK_N=sizes["N"], BLOCK_K=sizes["K"])
+    small = []
+    for swap_ab in (False, True):  # tiles no more than twice as large as C
+        kind = [config for config in usable if config.kwargs["SWAP_AB"] == swap_ab]
+        sizes = as_tiled({"SWAP_AB": swap_ab}, args)
+        small += not_too_large(kind, BLOCK_M=sizes["M"], BLOCK_N=sizes["N"], BLOCK_K=sizes["K"])
+    return small if args["TENSOR_MEMORY"] else most_promising(small, args)
 
 
 def most_promising(configs: list[triton.Config], args: dict[str, Any]) -> list[triton.Config]:
