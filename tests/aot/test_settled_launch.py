@@ -144,16 +144,6 @@ def test_the_choices_that_are_counted_lead_to_the_same_grid_as_all(programs, n):
             assert len(grids) == 1, (choices, config)
 
 
-def test_a_launch_is_on_the_stream_that_is_current_as_in_a_capture(world):
-    caller, streams = world.caller(), []
-    for world.device.stream in (0, 0, 7, 0):
-        streams.append(world.launched(caller).received[3])
-    assert streams == [0, 0, 7, 0]
-    assert [stream for _, _, stream in world.device.allocated] == (
-        [0, 0, 7, 0] if world.of.descriptors else []
-    )
-
-
 @pytest.mark.parametrize("world", SPECIALIZED.values(), ids=SPECIALIZED, indirect=True)
 def test_a_weight_by_columns_is_described_as_its_rows_lie(world):
     case = replace(world.of.plain, by_columns=True)
@@ -203,14 +193,6 @@ def test_scratch_is_allocated_anew_for_each_launch_and_the_allocator_stays_the_c
     assert asked == [1]
     assert [size for size, _, _ in world.device.allocated] == [made.scratch_bytes] * 3
     assert len(set(world.device.allocated)) == 1
-
-
-@of_descriptors
-def test_without_descriptors_there_is_no_scratch(world):
-    caller = world.caller(world.of.cases["no TMA"])
-    for _ in range(2):
-        assert world.launched(caller).scratch_bytes == 0
-    assert world.device.allocated == []
 
 
 # ---- when the tuner is asked

@@ -54,27 +54,6 @@ def test_what_lies_in_the_same_place_in_another_way_is_checked(op, change, error
             op(a_shard, change(weight))
 
 
-def test_a_result_that_is_no_tensor_is_told_though_the_call_without_one_is_known(op):
-    a_shard, weight = torch.randn(8, K), weight_of()
-    op(a_shard, weight)
-    for out, error in (("text", TypeError), (torch.empty(9, N), ValueError), (torch.empty(8, N), None)):
-        if error is None:
-            assert is_right(op, a_shard, weight, out=out)
-        else:
-            with pytest.raises(error, match="out "):
-                op(a_shard, weight, out)
-
-
-def test_calls_with_other_rows_weights_and_results_are_each_their_own(op):
-    weights, shards = [weight_of(), weight_of(), weight_of(40)], [torch.randn(16, K), torch.randn(5, K)]
-    for _ in range(2):
-        for weight in weights:
-            for a_shard in shards:
-                assert is_right(op, a_shard, weight)
-                assert is_right(op, a_shard, weight, out=torch.empty(len(a_shard), len(weight)))
-                assert is_right(op, a_shard[:3], weight[:7])
-
-
 def test_no_tensor_of_a_caller_is_kept(op):
     tensors = [torch.randn(8, K), weight_of(), torch.empty(8, N)]
     for _ in range(2):

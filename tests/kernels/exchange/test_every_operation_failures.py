@@ -237,6 +237,7 @@ def test_a_result_without_a_peer_is_nan_now_and_later(rank, runs):
                 runs.call(op, operands, out, rows)
             assert out[runs.result_of_peer].isnan().all()
             out.zero_()
+            runs.forsake(op, 600.0)  # the second does not wait
         op._check_usable = check
     meet()
     op.abandon()

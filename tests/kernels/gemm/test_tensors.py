@@ -42,16 +42,6 @@ def test_the_oldest_is_forgotten_and_what_is_there_is_replaced(monkeypatch):
     assert known == {"b": 3, "c": 4}
 
 
-def test_layouts_of_thousands_of_row_counts_by_turns_are_made_once():
-    """A cycle longer than the cache would miss in every call."""
-    known, made = {}, 0
-    for rows in [*range(4096)] * 3:
-        if rows not in known:
-            made += 1
-            remember(known, rows, made)
-    assert made == 4096
-
-
 def test_threads_may_keep_at_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tensors, "KEPT", 3)
     known = {}

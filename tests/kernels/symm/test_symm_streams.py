@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import weakref
 
@@ -13,8 +12,6 @@ from operation_runs import on_ranks
 from pretended_cuda import HIGHEST, NON_BLOCKING, MemoryOfGpus, PretendedDriver, PretendedMemory, install
 
 from dist_autotune.kernels.exchange import operation
-from dist_autotune.kernels.exchange.flags import DONE, FLAGS, ROWS_SENT
-from dist_autotune.kernels.exchange.push import ChunkPusher, Pushes, SumPusher
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.symm import Copy, Wait, Write, cuda, open_symmetric_memory
 
@@ -100,63 +97,6 @@ def test_prepared_steps_reach_the_driver_in_order_in_as_few_calls_as_it_takes(dr
         with pytest.raises(cuda.SymmetricMemoryError, match="the CUDA driver reports 700"):
             run()
         assert len(driver.told) == driver.refuses_at + 1
-
-
-# ---- what a settled exchange asks of the driver
-
-
-@pytest.fixture
-def asked(driver, monkeypatch):
-    """Return the names of the driver's functions that are called from now on."""
-    names = []
-    for name in {*FORK_OR_JOIN, *FORK_BY_FLAG, *COPY_BETWEEN_SIGNALS}:
-        answer = getattr(driver, name)
-        note = functools.partial(lambda name, answer, *given: (names.append(name), answer(*given))[1], name)
-        monkeypatch.setattr(driver, name, functools.partial(note, answer), raising=False)
-    return names
-
-
-FORK_OR_JOIN = ["cuEventRecord", "cuStreamWaitEvent"]
-FORK_BY_FLAG = ["cuStreamBatchMemOp"]
-COPY_BETWEEN_SIGNALS = ["cuStreamBatchMemOp", "cuMemcpyAsync", "cuStreamBatchMemOp"]
-
-
-def test_chunks_are_pushed_behind_one_fork_and_nothing_waits_for_the_side_stream(driver, asked):
-    memory = MemoryOfGpus(2)
-    gather, flags = memory.allocate((2, 4, 8), torch.float16), memory.allocate((FLAGS, 2), torch.int32)
-    pusher = ChunkPusher(memory, gather, flags)
-    fork = flags.local[DONE.value, memory.rank].data_ptr()
-    for _ in range(3):
-        asked.clear()
-        driver.told.clear()
-        pusher.start(4, 1, is_capturing=False)
-        pusher.finish(is_capturing=False)
-        assert asked == [*FORK_BY_FLAG, *COPY_BETWEEN_SIGNALS]
-        raising, beginning, _, end = driver.told
-        assert raising == [("wait for no other", fork, 0), ("write", fork, 1)]
-        assert beginning[0] == ("wait", fork, 1)
-        assert end[-2] == ("write", fork, 0)  # before it says that all has left
-    asked.clear()
-    pusher.finish(is_capturing=True)
-    assert asked == FORK_OR_JOIN
-
-
-def test_sums_are_pushed_behind_a_fork_and_nothing_waits_for_the_side_stream(driver, asked):
-    memory = MemoryOfGpus(2)
-    sums, flags = memory.allocate((1, 4, 8), torch.float16), memory.allocate((FLAGS, 2), torch.int32)
-    pushes = Pushes(memory, memory.side_stream(), flags)
-    pusher = SumPusher(pushes, sums.local, sums, with_permits=True)
-    for in_steps in (False, True) * 2:
-        asked.clear()
-        launch = lambda *_: asked.append("launch")  # noqa: E731
-        pusher.run(launch, (4, 4), in_pieces=True, in_steps=in_steps, at_once=True)
-        pushes.put_back()
-        pushed = ["launch", *COPY_BETWEEN_SIGNALS]
-        if in_steps:  # the kernel waits for permits, and the push for none
-            pushed = ["cuStreamBatchMemOp", "launch", *FORK_OR_JOIN, *COPY_BETWEEN_SIGNALS[1:], "launch"]
-        assert asked == [*FORK_BY_FLAG, *pushed, "cuMemcpyAsync"]
-    put_back = flags.local[ROWS_SENT.value :].data_ptr()
-    assert driver.told[-1] == [("copy", put_back, 2 * 2 * 4)]
 
 
 def test_a_copy_on_the_caller_s_stream_that_the_driver_refuses_is_told(driver):
