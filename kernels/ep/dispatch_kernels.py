@@ -8,14 +8,17 @@ import triton.language as tl
 from ..signals import record_failure
 from .slots import (
     DISPATCHED,
+    OTHER_FORMAT,
     OVER_CAPACITY,
     address,
     copy_row,
     end_exchange,
     exchange,
     is_last_program,
+    quantize_row,
     raise_flags,
     rank_of,
+    restore_row,
     tuned,
     wait_for_peer,
 )
@@ -45,6 +48,7 @@ def send_tokens(
     WORLD: tl.constexpr,
     WEIGHTED: tl.constexpr,
     TO_ALL: tl.constexpr,  # this rank's own slot gets the tokens of its experts, too
+    FP8: tl.constexpr,
     BLOCK: tl.constexpr,
     CHOICES: tl.constexpr,  # a power of two, at least K
     PER_SM: tl.constexpr,  # the grid's
@@ -68,10 +72,14 @@ def send_tokens(
                 their_weights_ptr = address(tables_ptr + 2 * WORLD, peer, weights_ptr)
                 tl.store(their_weights_ptr + place * K + choices, weights, mask=real)
             if (TO_ALL or peer != rank) and tl.max((owners == peer).to(tl.int32), axis=0) > 0:
-                copy_row(address(tables_ptr, peer, tokens_ptr) + place * H, row_ptr, H, BLOCK)
+                to_ptr = address(tables_ptr, peer, tokens_ptr) + place * H
+                if FP8:
+                    quantize_row(to_ptr, row_ptr, H, BLOCK)
+                else:
+                    copy_row(to_ptr, row_ptr, H, BLOCK)
     if is_last_program(state_ptr, DISPATCHED):
         for peer in range(0, WORLD):
-            tl.store(address(tables_ptr + 3 * WORLD, peer, counts_ptr) + slot, T)
+            tl.store(address(tables_ptr + 3 * WORLD, peer, counts_ptr) + slot, 2 * T + (1 if FP8 else 0))
         raise_flags(tables_ptr + 4 * WORLD, flags_ptr, state_ptr, rank, DISPATCHED, WORLD)
 
 
@@ -101,9 +109,17 @@ def _ids_of_segment(
 
 @triton.jit
 def _tokens_of_all(
-    number, counts_ptr, flags_ptr, errors_ptr, patience_ticks, rank, WORLD: tl.constexpr, RANKS: tl.constexpr
+    number,
+    counts_ptr,
+    flags_ptr,
+    errors_ptr,
+    patience_ticks,
+    rank,
+    WORLD: tl.constexpr,
+    RANKS: tl.constexpr,
+    FP8: tl.constexpr,
 ):
-    """Wait for the dispatches of all peers; return their numbers of tokens, 0 of one that is given up."""
+    """Wait for all peers; return their numbers of tokens, 0 of one that is given up or has another format."""
     every = tl.arange(0, RANKS)
     tokens = tl.zeros((RANKS,), dtype=tl.int32)
     for peer in range(0, WORLD):
@@ -111,7 +127,10 @@ def _tokens_of_all(
         if peer != rank:
             has_come = wait_for_peer(peer, number, flags_ptr, errors_ptr, patience_ticks, DISPATCHED, WORLD)
         count = tl.load(counts_ptr + (number & 1) * WORLD + peer, volatile=True)
-        tokens = tl.where(every == peer, tl.where(has_come != 0, count, 0), tokens)
+        if (has_come != 0) & (count % 2 != (1 if FP8 else 0)):
+            record_failure(errors_ptr + peer, OTHER_FORMAT, number, count % 2)
+            has_come = 0
+        tokens = tl.where((every == peer) & (has_come != 0), count // 2, tokens)
     return tokens
 
 
@@ -131,11 +150,14 @@ def count_choices(
     K: tl.constexpr,
     WORLD: tl.constexpr,
     RANKS: tl.constexpr,  # a power of two, at least WORLD
+    FP8: tl.constexpr,  # rows travel so
     BLOCK: tl.constexpr,
 ):
     """Wait for all peers, then count the choices of one expert in one segment; a program for each."""
     number = exchange(state_ptr, DISPATCHED)
-    tokens = _tokens_of_all(number, counts_ptr, flags_ptr, errors_ptr, patience_ticks, rank, WORLD, RANKS)
+    tokens = _tokens_of_all(
+        number, counts_ptr, flags_ptr, errors_ptr, patience_ticks, rank, WORLD, RANKS, FP8
+    )
     expert, segment = tl.program_id(0), tl.program_id(1)
     end = tl.minimum((segment + 1) * length, WORLD * most_tokens * K)
     found = tl.zeros((BLOCK,), dtype=tl.int32)
@@ -165,13 +187,16 @@ def place_choices(
     K: tl.constexpr,
     WORLD: tl.constexpr,
     RANKS: tl.constexpr,
+    FP8: tl.constexpr,
     SEGMENTS: tl.constexpr,
     EXPERTS: tl.constexpr,  # a power of two, at least `experts`
     BLOCK: tl.constexpr,
 ):
     """Place the choices of one expert in one segment, in the order of their positions; a program for each."""
     number = exchange(state_ptr, DISPATCHED)
-    tokens = _tokens_of_all(number, counts_ptr, flags_ptr, errors_ptr, patience_ticks, rank, WORLD, RANKS)
+    tokens = _tokens_of_all(
+        number, counts_ptr, flags_ptr, errors_ptr, patience_ticks, rank, WORLD, RANKS, FP8
+    )
     expert, segment = tl.program_id(0), tl.program_id(1)
     every = tl.arange(0, EXPERTS)
     segments = tl.arange(0, SEGMENTS)
@@ -220,6 +245,7 @@ def gather_rows(
     H: tl.constexpr,
     K: tl.constexpr,
     WORLD: tl.constexpr,
+    FP8: tl.constexpr,
     BLOCK: tl.constexpr,
     PER_SM: tl.constexpr,
 ):
@@ -228,9 +254,12 @@ def gather_rows(
         position = tl.load(sources_ptr + row)
         source, token = rank_of(position, most_tokens, K, WORLD), position // K
         if (source >= 0) & ((source != rank) | (token % most_tokens < T)):
-            if source == rank:
-                from_ptr = x_ptr + tl.cast(token % most_tokens, tl.int64) * stride_x
+            to_ptr = rows_ptr + tl.cast(row, tl.int64) * H
+            from_ptr = tokens_ptr + tl.cast(token, tl.int64) * H
+            if FP8:
+                restore_row(to_ptr, from_ptr, H, BLOCK)
             else:
-                from_ptr = tokens_ptr + tl.cast(token, tl.int64) * H
-            copy_row(rows_ptr + tl.cast(row, tl.int64) * H, from_ptr, H, BLOCK)
+                if source == rank:
+                    from_ptr = x_ptr + tl.cast(token % most_tokens, tl.int64) * stride_x
+                copy_row(to_ptr, from_ptr, H, BLOCK)
     end_exchange(state_ptr, DISPATCHED)

@@ -12,10 +12,10 @@ from .operation import ExpertParallel
 from .operators import ep_combine, ep_dispatch, ep_dispatch_matmul, ep_matmul, ep_matmul_combine
 
 
-def dispatch(op: ExpertParallel, x: Tensor, topk_ids: Tensor) -> Dispatched:
-    """Return `op.dispatch(x, topk_ids)`, whose rows have a gradient."""
+def dispatch(op: ExpertParallel, x: Tensor, topk_ids: Tensor, *, fp8: bool = False) -> Dispatched:
+    """Return `op.dispatch(x, topk_ids, fp8=fp8)`, whose rows have a gradient; that never travels in fp8."""
     topk_ids = topk_ids.contiguous()
-    rows, offsets, sources, places = ep_dispatch(x, topk_ids, op.name)
+    rows, offsets, sources, places = ep_dispatch(x, topk_ids, op.name, fp8)
     return Dispatched(rows, offsets, sources, places, topk_ids)
 
 

@@ -21,7 +21,7 @@ from .slots import DONE
 
 SEGMENTS = 4 if INTERPRETED else 16  # of all positions, counted and placed side by side
 BLOCK_POSITIONS = 64 if INTERPRETED else 1024
-BLOCK_COLUMNS = 64 if INTERPRETED else 4096
+BLOCK_COLUMNS = 128 if INTERPRETED else 4096
 INTERPRETED_SMS = 1
 INTERPRETED_PROGRAMS = 2  # of a product
 TMA_CAPABILITY = 9
@@ -121,7 +121,13 @@ class Launches:
         return lambda meta: (max(1, min(items, meta["PER_SM"] * sms)),)
 
     def send(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None, *, to_all: bool = False
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor | None,
+        *,
+        to_all: bool = False,
+        fp8: bool = False,
     ) -> None:
         sizes, held = self.sizes, (self.tokens, self._ids, self._weights, self._counts, self.flags)
         send_tokens[self._grid(len(x))](
@@ -131,17 +137,18 @@ class Launches:
             *(sizes.tokens, sizes.experts, self.rank, x.stride(0)),
             **self._of_row,
             WEIGHTED=weights is not None,
-            TO_ALL=to_all,
+            TO_ALL=to_all or fp8,
+            FP8=fp8,
             CHOICES=triton.next_power_of_2(sizes.topk),
         )
 
-    def sort(self, d: Dispatched, patience_ticks: int) -> None:
+    def sort(self, d: Dispatched, patience_ticks: int, *, fp8: bool = False) -> None:
         sizes, world = self.sizes, self._memory.world_size
         held = (self._ids.local, self._counts.local, self.flags.local, self._errors, self._state, self._found)
         positions = world * sizes.tokens * sizes.topk
         length = -(-positions // (SEGMENTS * BLOCK_POSITIONS)) * BLOCK_POSITIONS
         of_all = (sizes.tokens, sizes.experts, self.rank, length)
-        constants = {"K": sizes.topk, "WORLD": world, "RANKS": triton.next_power_of_2(world)}
+        constants = {"K": sizes.topk, "WORLD": world, "RANKS": triton.next_power_of_2(world), "FP8": fp8}
         grid = (sizes.experts, SEGMENTS)
         count_choices[grid](*held, *of_all, patience_ticks, **constants, BLOCK=BLOCK_POSITIONS)
         place_choices[grid](
@@ -153,12 +160,13 @@ class Launches:
             BLOCK=BLOCK_POSITIONS,
         )
 
-    def gather(self, x: torch.Tensor, d: Dispatched) -> None:
+    def gather(self, x: torch.Tensor, d: Dispatched, *, fp8: bool = False) -> None:
         sizes = self.sizes
         gather_rows[self._grid(sizes.capacity)](
             *(x.detach(), self.tokens.local, d.rows, d.sources, d.offsets, self._state),
             *(size_class(len(x)), len(x), sizes.tokens, sizes.experts, self.rank, x.stride(0)),
             **self._of_row,
+            FP8=fp8,
         )
 
     def give_back(self, rows: torch.Tensor, d: Dispatched) -> None:

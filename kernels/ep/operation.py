@@ -14,9 +14,9 @@ from ..exchange.call import NumberedCalls
 from ..moe.launch import check_experts
 from ..moe.tokens import check_choices
 from ..signals import Failure
-from ..tensors import Apart, check_no_gradient, check_out, check_sizes, check_tensor
+from ..tensors import Apart, check_fp8, check_no_gradient, check_out, check_sizes, check_tensor
 from .launches import Dispatched, Launches, Sizes
-from .slots import NOT_DISPATCHED, NOT_RETURNED, OVER_CAPACITY
+from .slots import NOT_DISPATCHED, NOT_RETURNED, OTHER_FORMAT, OVER_CAPACITY, SCALED
 
 MOST_POSITIONS = 2**30  # choices of all ranks, in two slots of int32 positions
 MOST_RANKS = 32  # of which a kernel holds a bit each
@@ -48,8 +48,8 @@ class ExpertParallel(NumberedCalls):
     """
 
     _travels = "kernels write rows to the peers"
-    _wrong_calls = (OVER_CAPACITY.value,)
-    _mend_calls = "Raise capacity=, or pass none. "
+    _wrong_calls = (OVER_CAPACITY.value, OTHER_FORMAT.value)
+    _mend_calls = ""
 
     def __init__(
         self,
@@ -96,13 +96,15 @@ class ExpertParallel(NumberedCalls):
 
     # ---- what the caller may use
 
-    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor) -> Dispatched:
+    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, *, fp8: bool = False) -> Dispatched:
         """Send each token to the ranks of its experts; return the rows of this rank's experts.
 
-        x: [T, H]; topk_ids: int32 or int64 [T, topk]. A wrong argument fails the call on all ranks.
+        x: [T, H]; topk_ids: int32 or int64 [T, topk]. A wrong argument fails the call on all ranks. fp8, on
+        all ranks or none: tokens travel in float8_e4m3fn, with a scale for each 128 elements; rows are of x's
+        type.
         """
         check_no_gradient("ExpertParallel.dispatch", x=x)
-        found: Dispatched = self._call(DISPATCH, x, topk_ids)
+        found: Dispatched = self._call(DISPATCH, x, topk_ids, fp8)
         return found
 
     def combine(
@@ -169,7 +171,10 @@ class ExpertParallel(NumberedCalls):
     def _plan(self, given: tuple[Any, ...], is_capturing: bool) -> None:
         kind, *given_to = given
         if kind == DISPATCH:
-            self._check_tokens("x", *given_to)
+            *tokens, fp8 = given_to
+            self._check_tokens("x", *tokens)
+            if fp8:
+                self._check_fp8()
         elif kind == DISPATCH_MATMUL:
             x, weight, topk_ids = given_to
             self._check_tokens("x", x, topk_ids)
@@ -209,12 +214,12 @@ class ExpertParallel(NumberedCalls):
         }
         return calls[kind](*given)
 
-    def _dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor) -> Dispatched:
+    def _dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, fp8: bool) -> Dispatched:
         ids = topk_ids.detach().contiguous()
         d = self._new_dispatch(ids, self.hidden)
-        self._launches.send(x, ids, None)
-        self._launches.sort(d, self._patience_ticks)
-        self._launches.gather(x, d)
+        self._launches.send(x, ids, None, fp8=fp8)
+        self._launches.sort(d, self._patience_ticks, fp8=fp8)
+        self._launches.gather(x, d, fp8=fp8)
         return d
 
     def _dispatch_matmul(self, x: torch.Tensor, weight: torch.Tensor, topk_ids: torch.Tensor) -> Dispatched:
@@ -267,14 +272,14 @@ class ExpertParallel(NumberedCalls):
 
     def _stand_in(self, went_ahead: tuple[int, int] | None, *given: Any) -> None:
         """Make the exchange of the call without a token and without a row."""
-        kind, *_ = given
+        kind, *_, last = given
         x = self._launches.new_rows(self.hidden)[:0]
         ids = torch.empty((0, self.topk), dtype=torch.int32, device=self.device)
         weights = torch.empty((0, self.topk), device=self.device)
         d = self._new_dispatch(ids, self.hidden)
         d.offsets.zero_()
         if kind in (DISPATCH, DISPATCH_MATMUL):
-            self._dispatch(x, ids)
+            self._dispatch(x, ids, fp8=last is True)
         elif kind == BACKWARD:
             self._combine_backward(x, d.rows, d, weights)
         else:
@@ -311,6 +316,12 @@ class ExpertParallel(NumberedCalls):
             needed = f"[{len(x)}, topk={self.topk}]"
             raise ValueError(f"topk_ids has shape {list(topk_ids.shape)}; {needed} is needed")
 
+    def _check_fp8(self) -> None:
+        if self.hidden % SCALED.value:
+            raise ValueError(f"hidden={self.hidden}; fp8 takes a multiple of {SCALED.value}, for its scales")
+        if self._on_gpu:
+            check_fp8(self.device)
+
     def _check_rows(self, rows: torch.Tensor, d: Dispatched) -> None:
         check_tensor("rows", rows, self.dtype, self.device)
         if rows.shape != (len(d.sources), self.hidden) or len(rows) != self.capacity:
@@ -343,7 +354,13 @@ class ExpertParallel(NumberedCalls):
 
     def _describe(self, peer: int, failure: Failure) -> str:
         if failure.kind == OVER_CAPACITY.value:
-            return f"a dispatch brought {failure.seen} rows to rank {peer}; capacity={self.capacity} are kept"
+            found = (
+                f"a dispatch brought {failure.seen} rows to rank {peer}; capacity={self.capacity} are kept"
+            )
+            return f"{found}. Raise capacity=, or pass none"
+        if failure.kind == OTHER_FORMAT.value:
+            here, there = ("", "not ") if failure.seen == 0 else ("not ", "")
+            return f"rank {peer} did {there}dispatch in fp8, this rank did {here}so: pass fp8 on all or none"
         what = {NOT_DISPATCHED.value: "dispatch its tokens", NOT_RETURNED.value: "return its rows"}
         return f"rank {peer} did not {what[failure.kind]} in time"
 

@@ -31,8 +31,8 @@ def _where(d: Dispatched) -> tuple[Tensor, Tensor, Tensor]:
 # ---- what they compute
 
 
-def _ep_dispatch(x: Tensor, topk_ids: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    d = OPEN[name].dispatch(x.detach(), topk_ids)
+def _ep_dispatch(x: Tensor, topk_ids: Tensor, name: str, fp8: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    d = OPEN[name].dispatch(x.detach(), topk_ids, fp8=fp8)
     return d.rows, *_where(d)
 
 
@@ -98,7 +98,7 @@ def _ep_outer_products(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
 # ---- their shapes
 
 
-def _shapes_of_dispatch(x: Tensor, topk_ids: Tensor, name: str) -> tuple[Tensor, ...]:
+def _shapes_of_dispatch(x: Tensor, topk_ids: Tensor, name: str, fp8: bool) -> tuple[Tensor, ...]:
     op = OPEN[name]
     return x.new_empty((op.capacity, x.shape[1])), *_shapes_of_where(op, topk_ids)
 
@@ -139,7 +139,7 @@ def _shape_of_outer_products(left: Tensor, right: Tensor, offsets: Tensor) -> Te
 
 
 def _keep_for_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, topk_ids, ctx.name = inputs
+    _, topk_ids, ctx.name, _ = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*output[1:], topk_ids)
 
@@ -164,7 +164,7 @@ def _gradients_of_dispatch_matmul(
         ones = _ones(topk_ids)
         of_x = ep_matmul_combine(grad, weight.mT, ones, offsets, sources, places, topk_ids, ctx.name)
     if needed[1]:
-        rows, *_ = ep_dispatch(x, topk_ids, ctx.name)
+        rows, *_ = ep_dispatch(x, topk_ids, ctx.name, False)
         of_weight = ep_outer_products(grad, rows, offsets)
     return of_x, of_weight
 

@@ -8,7 +8,7 @@ What a rank holds, in symmetric memory, two of each, used in turns:
 
     tokens  [2, W, TOKENS, H]    rows that rank p has sent in its dispatch
     ids     [2, W, TOKENS * K]   int32: the choices of rank p's tokens; -1: dropped
-    counts  [2, W]               int32: how many tokens rank p has
+    counts  [2, W]               int32: how many tokens rank p has, twice; and 1 if they are in fp8
     choices [2, TOKENS, K, H]    rows that came back for this rank's tokens, unweighted
     dots    [2, TOKENS, K]       float32: gradients of the weights that came back
     flags   [2, W]               int32: the last dispatch, and the last combine, that rank p has completed
@@ -52,13 +52,16 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from ..compat import compiled_for
 from ..configs import INTERPRETED, take_first
 from ..signals import GIVEN_UP, SYSTEM, poll_until, record_failure
 
 NOT_DISPATCHED, NOT_RETURNED = tl.constexpr(1), tl.constexpr(2)
-OVER_CAPACITY = tl.constexpr(3)
+OVER_CAPACITY, OTHER_FORMAT = tl.constexpr(3), tl.constexpr(4)
 
 DISPATCHED, RETURNED = tl.constexpr(0), tl.constexpr(1)  # kinds of exchanges: rows of `flags` and of `state`
+SCALED = tl.constexpr(128)  # elements of a row in fp8 that share a scale
+LARGEST_FP8 = tl.constexpr(448.0)
 DONE, TICKET = tl.constexpr(0), tl.constexpr(1)  # columns of `state`: exchanges that ended, and programs
 
 
@@ -169,3 +172,42 @@ def copy_row(to_ptr, from_ptr, H, BLOCK: tl.constexpr):
         columns = begin + tl.arange(0, BLOCK)
         mask = columns < H
         tl.store(to_ptr + columns, tl.load(from_ptr + columns, mask=mask), mask=mask)
+
+
+@triton.jit
+def _in_fp8(row_ptr, H):
+    """Return where the elements of a row in fp8 begin, and its scales, in the room of a row."""
+    elements_ptr = row_ptr.to(tl.pointer_type(tl.float8e4nv))
+    return elements_ptr, (elements_ptr + H).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def quantize_row(to_ptr, from_ptr, H, BLOCK: tl.constexpr):
+    """Copy a row as fp8, with a scale for each SCALED elements; H is a multiple of it."""
+    GROUPS: tl.constexpr = BLOCK // SCALED
+    elements_ptr, scales_ptr = _in_fp8(to_ptr, H)
+    for begin in range(0, H, BLOCK):
+        columns = begin + tl.arange(0, BLOCK)
+        values = tl.load(from_ptr + columns, mask=columns < H, other=0.0).to(tl.float32)
+        grouped = tl.reshape(values, (GROUPS, SCALED))
+        scales = tl.maximum(tl.max(tl.abs(grouped), axis=1), 1e-30) / LARGEST_FP8
+        scaled = tl.reshape(grouped / scales[:, None], (BLOCK,))
+        if compiled_for() == "cpu":  # its conversion loses a carry into the exponent: round to 3 bits before
+            bits = scaled.to(tl.int32, bitcast=True)
+            bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+            scaled = bits.to(tl.float32, bitcast=True)
+        tl.store(elements_ptr + columns, scaled.to(tl.float8e4nv), mask=columns < H)
+        groups = begin // SCALED + tl.arange(0, GROUPS)
+        tl.store(scales_ptr + groups, scales, mask=groups * SCALED < H)
+
+
+@triton.jit
+def restore_row(to_ptr, from_ptr, H, BLOCK: tl.constexpr):
+    """Copy a row that `quantize_row` has written, in the type of the result."""
+    elements_ptr, scales_ptr = _in_fp8(from_ptr, H)
+    for begin in range(0, H, BLOCK):
+        columns = begin + tl.arange(0, BLOCK)
+        mask = columns < H
+        scales = tl.load(scales_ptr + columns // SCALED, mask=mask, other=0.0)
+        values = tl.load(elements_ptr + columns, mask=mask, other=0.0).to(tl.float32) * scales
+        tl.store(to_ptr + columns, values.to(to_ptr.dtype.element_ty), mask=mask)

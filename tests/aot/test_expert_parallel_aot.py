@@ -22,9 +22,10 @@ OTHERS = {
 NUMBERS = ("size_class", "T", "most_tokens", "experts", "rank", "length", "capacity", "patience_ticks")
 STRIDES = ("stride_x", "stride_rows", "stride_grad", "stride_am", "stride_be", "stride_b", "N", "K")
 OF_ROW = {"H": 7168, "K": 8, "WORLD": 4, "BLOCK": 4096}
-OF_POSITIONS = {"K": 8, "WORLD": 4, "RANKS": 4, "BLOCK": 1024}
+OF_POSITIONS = {"K": 8, "WORLD": 4, "RANKS": 4, "FP8": False, "BLOCK": 1024}
 MORE = {
-    "send_tokens": {**OF_ROW, "WEIGHTED": True, "TO_ALL": True, "CHOICES": 8},
+    "send_tokens": {**OF_ROW, "WEIGHTED": True, "TO_ALL": True, "FP8": False, "CHOICES": 8},
+    "gather_rows": {**OF_ROW, "FP8": False},
     "sum_rows": {**OF_ROW, "ALL_RETURNED": False},
     "count_choices": OF_POSITIONS,
     "place_choices": {**OF_POSITIONS, "SEGMENTS": 16, "EXPERTS": 64},
@@ -42,10 +43,11 @@ FORMS = {
 }
 
 
-def compiled(name, target=HOPPER, config=None, form=None):
+def compiled(name, target=HOPPER, config=None, form=None, **more):
     kernel = KERNELS[name] if form is None else product_kernel.multiply_rows
     function = getattr(kernel, "fn", kernel) if hasattr(kernel, "configs") else kernel
     constants = dict(MORE.get(name, OF_ROW)) if form is None else OF_PRODUCT | FORMS[form]
+    constants |= more
     if config is not None:
         constants |= config.kwargs
     types = {**dict.fromkeys(HALVES, "*bf16"), **OTHERS, **dict.fromkeys((*NUMBERS, *STRIDES), "i32")}
@@ -61,6 +63,17 @@ def compiled(name, target=HOPPER, config=None, form=None):
         num_warps=4 if config is None else config.num_warps,
         num_stages=1 if config is None else config.num_stages,
     )
+
+
+@pytest.mark.parametrize("name", ["send_tokens", "gather_rows"])
+def test_rows_in_fp8_are_copied_at_least_4_bytes_at_a_time(name):
+    for config in KERNELS[name].configs:
+        found = compiled(name, config=config, FP8=True)
+        check_fits(found, HOPPER, config, spilled=8)  # bytes, of 16 warps
+        ptx = found.asm["ptx"]
+        assert ("cvt.rn.satfinite.e4m3x2.f32" if name == "send_tokens" else "cvt.rn.f16x2.e4m3x2") in ptx
+        copied = "st" if name == "send_tokens" else "ld"
+        assert re.search(rf"{copied}\.global(\.\w+)*\.(v2|v4)?\.?b32", ptx)
 
 
 @pytest.mark.parametrize("form", FORMS)

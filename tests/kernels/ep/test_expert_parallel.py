@@ -121,6 +121,50 @@ def _round_trips(rank: int) -> Cases:
     }
 
 
+@pytest.mark.parametrize("world", WORLDS)
+def test_rows_may_travel_in_fp8_with_a_scale_for_each_128_elements(world: int) -> None:
+    assert_cases(_dispatched_in_fp8, world)
+
+
+def _dispatched_in_fp8(rank: int) -> Cases:
+    torch.manual_seed(rank)
+    dtype, hidden = torch.float32 if device() == "cpu" else torch.bfloat16, 384
+
+    def run() -> bool:
+        leave_one_candidate(rank)
+        with ExpertParallel(TOKENS, hidden, 2 * dist.get_world_size(), 2, dtype, timeout_s=20.0) as op:
+            x = (torch.randn(TOKENS, hidden) * torch.logspace(-3, 3, 3).repeat_interleave(128)).to(dtype)
+            x[1] = 0
+            ids = routing("dropped", TOKENS, op.experts, 2)
+            d = op.dispatch(x.to(device()), ids.to(device()), fp8=True)
+            exact = op.dispatch(x.to(device()), ids.to(device()))
+            assert is_dispatched(op, x, ids, exact)
+            assert torch.equal(d.offsets, exact.offsets)
+            grouped, rounded = (each.rows[: each.offsets[-1]].float().view(-1, 128) for each in (exact, d))
+            scales = grouped.abs().amax(1, keepdim=True) / 448
+            # Half a step of three bits; the smallest numbers the interpreter does not round to the nearest.
+            error, half_a_step = (grouped - rounded).abs(), grouped.abs() / 16
+            assert (error <= torch.maximum(1.001 * half_a_step, scales / 64)).all()
+            assert not torch.equal(grouped, rounded)
+        return True
+
+    return {"fp8": run}
+
+
+@on_ranks(2)
+def test_ranks_that_dispatch_in_other_formats_are_named(rank):
+    with ExpertParallel(TOKENS, 64, 4, 2, torch.float32) as op:
+        x, ids = torch.randn(4, 64), torch.zeros(4, 2, dtype=torch.int64)
+        with pytest.raises(ValueError, match="hidden=64; fp8 takes a multiple of 128"):
+            op.dispatch(x, ids, fp8=True)
+    op = ExpertParallel(TOKENS, 128, 4, 2, torch.float32)
+    found = "rank 1 did dispatch in fp8, this rank did not so"
+    with pytest.raises(ValueError, match=found if rank == 0 else "rank 0 did not dispatch in fp8, this rank"):
+        op.dispatch(torch.randn(4, 128), ids, fp8=rank == 1)
+    synchronize()
+    op.abandon()
+
+
 @on_ranks(2)
 def test_more_rows_than_the_capacity_are_an_error_by_name(rank):
     op = opened(4, 2, capacity=10)
