@@ -24,13 +24,16 @@ def total_lines(found: Sequence[Findings]) -> Iterator[str]:
     for labels, reason in labels_by_reason(untuned):
         yield f"Untuned: {labels}: {reason}"
     for each in found if len(found) > 1 else ():  # of one alone its own report says so
-        gain = "not known" if each.report.step is None else str(each.report.step)
-        yield f"Gain of {each.name}: {gain}"
-    compiling_s = sum(each.report.spent.compiling_s for each in found)
-    exchanges_s = sum(each.report.spent.exchanges_s for each in found)
-    yield f"Tuning took {compiling_s:.1f} s of compiling and {exchanges_s:.1f} s of exchanges between ranks"
+        yield f"Gain of {each.name}: {each.report.gain or each.report.step or 'not known'}"
+    yield f"Tuning took {sum(map(_cost_s, found)):.1f} s in all"
     for directory in sorted({each.report.log_dir for each in found if each.report.log_dir}):
         yield f"Report: dist-autotune report {directory}"
+
+
+def _cost_s(found: Findings) -> float:
+    """Return the seconds that a function's last session has cost; in replay all of it."""
+    report = found.report
+    return report.seconds if report.cost is None else report.cost.total_s
 
 
 def _label(kernel: str, key: object) -> str:

@@ -5,7 +5,6 @@ import importlib.util
 import re
 import subprocess
 import sys
-import types
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,29 +113,11 @@ def test_the_recipe_of_a_framework_tunes_its_steps(tmp_path, monkeypatch, name, 
     assert len({str(plan) for plan in plans[0]}) > 2  # several configs were tried
 
 
-def test_the_recipes_of_a_loop_and_of_torchtitan_tune_each_step(bench, kernel, monkeypatch):
-    """The trainer stands in for torchtitan's: `train` calls `train_step` with an iterator of batches."""
-
-    class Trainer:
-        def train(self):
-            return [self.train_step(iter([numbers()])) for _ in range(4)]
-
-        def train_step(self, data_iterator):
-            return launch(kernel, next(data_iterator))
-
-    titan = types.ModuleType("torchtitan.train")
-    titan.Trainer = Trainer
-    monkeypatch.setitem(sys.modules, "torchtitan", types.ModuleType("torchtitan"))
-    monkeypatch.setitem(sys.modules, "torchtitan.train", titan)
-    names = {}
-    exec(recipe("tuned_titan.py"), names)
-    trainer = names["TunedTrainer"]()
-    assert all(torch.equal(y, numbers() + 1) for y in trainer.train())
-    assert {16, 32} <= set(bench.blocks())
-
+def test_the_recipe_of_a_loop_tunes_each_step(bench, kernel):
     loop = {"batches": [numbers()] * 40, "train": lambda x: launch(kernel, x)}
     exec(recipe("loop.py"), loop)
     assert loop["tuner"].report is not None
+    assert {16, 32} <= set(bench.blocks())
 
 
 def test_the_recipe_of_an_evaluation_settles_both(bench, kernel):
