@@ -6,21 +6,18 @@ import contextlib
 import functools
 import math
 import os
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import get_ident
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from ..errors import PutAside
 from ..launch.fast_path import INCUMBENTS, CallUnderWay, dispatcher
 from ..logs.records import Note
 from ..logs.writer import SessionLog
 from ..options import Options
-from ..ranks.group import GROUPS, RankGroup
+from ..ranks.group import RankGroup
 from ..ranks.turns import Turns
 from ..repeats.arguments import Arguments
 from ..repeats.repeated_call import RepeatedCall, saved_tensor_hooks
@@ -28,14 +25,13 @@ from ..triton_api import identity, interception
 from ..triton_api.interception import INTERCEPTION, PROGRAM, propagate_to_autograd
 from ..triton_api.turn import ProcessTurn, session_turn
 from . import diagnosis
-from .function_state import FunctionSetup, FunctionState
+from .function_state import FunctionSetup, FunctionState, RanksOfCalls
 from .recorder import contexts_from_cache
 from .report import ReportsOfFunction, TuningReport
 from .session import Session
 from .settled_calls import SettledCalls
 
 T = TypeVar("T")
-_IS_DISTRIBUTED = dist.is_available()
 
 
 class _InChild(BaseException):
@@ -66,11 +62,9 @@ class Calls:
         self._settled = SettledCalls(name, options, self._note)
         self._wants_session = True  # the next call opens one
         self._changes_arguments = False  # a run takes a container apart that it was given
-        self._turns: tuple[weakref.ref[RankGroup], Turns | None] | None = None  # of a group
         self._is_to_retune = False  # the next call that all ranks take up tunes anew
         self._is_retuning = False  # the session under way ignores results; so does the next one if it fails
-        self._world: Callable[[], Any] = lambda: None  # the default group of the last call; see `_keep_world`
-        self._pid = -1
+        self._ranks = RanksOfCalls(options, name)
 
     @property
     def report(self) -> TuningReport | None:
@@ -264,19 +258,11 @@ class Calls:
         is_settled = self._session is None and not self._wants_session
         if not (is_settled or asks_nobody):
             return None
-        if self._options.group is not None or _world() is not self._world() or os.getpid() != self._pid:
-            if state.function.group is not self._current_group():
-                return None
-            self._keep_world()
+        if not self._ranks.are(state.function.group):
+            return None
         if self._is_to_retune and not (is_settled and state.call_count is not None):
             return None
         return state
-
-    def _keep_world(self) -> None:
-        """Remember the default process group: while it is the same, the calls have the same group."""
-        world = _world()
-        self._world = (lambda: None) if world is None else weakref.ref(world)
-        self._pid = os.getpid()
 
     def _takes_up(self, state: FunctionState, asks_nobody: bool) -> bool:
         """Begin a settled call of this rank; return whether all ranks open a session in it."""
@@ -294,13 +280,10 @@ class Calls:
         goes_on = is_online and session is not None and not session.is_interrupted
         if asks_nobody or goes_on or not self._options.is_dist:
             return session_turn(INCUMBENTS)
-        group = self._current_group()
-        if self._turns is None or self._turns[0]() is not group:
-            self._turns = weakref.ref(group), group.new_turns(self._name)
-        turns = self._turns[1]
-        if turns is None:
-            return session_turn(INCUMBENTS)
-        return session_turn(INCUMBENTS, functools.partial(self._take_turn, group, turns))
+        group = self._ranks.group()
+        turns = self._ranks.turns(group)
+        take = None if turns is None else functools.partial(self._take_turn, group, turns)
+        return session_turn(INCUMBENTS, take)
 
     def _take_turn(self, group: RankGroup, turns: Turns, turn: ProcessTurn) -> bool:
         """Take the turn on all ranks; raises PutAside where peers do not go on with a session."""
@@ -399,11 +382,11 @@ class Calls:
         if self._is_to_retune:
             self.close()
             self._wants_session, self._is_retuning, self._is_to_retune = True, True, False
-        options, known, group = self._options, self.state, self._current_group()
+        known, group = self.state, self._ranks.group()
         if known is None or known.function.group is not group or known.function.mode != mode:
             try:
                 source = "" if self._function is None else identity.function_digest(self._function)
-                setup = FunctionSetup(options, self._name, source, group, mode=mode)
+                setup = FunctionSetup(self._options, self._name, source, group, mode=mode)
                 known = FunctionState(setup, self._note, self._settled.watch)
             except BaseException as error:  # see [Note: ranks leave together]
                 group.fail(error)
@@ -414,17 +397,9 @@ class Calls:
 
     def group_has_changed(self) -> bool:
         """Return whether the next call belongs to other ranks than the last one."""
-        return self.state is not None and self.state.function.group is not self._current_group()
-
-    def _current_group(self) -> RankGroup:
-        options = self._options
-        return GROUPS.of(options.process_group()) if options.is_dist else GROUPS.single()
+        return self.state is not None and self.state.function.group is not self._ranks.group()
 
     def _note(self, text: str) -> None:
         rank = 0 if self.state is None else self.state.function.group.rank
         with SessionLog(self._log_dir, rank) as log:
             log.write(Note(rank=rank, text=text))
-
-
-def _world() -> Any:
-    return dist.GroupMember.WORLD if _IS_DISTRIBUTED else None

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import types
+import weakref
 from collections.abc import Callable, Container, Iterator
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import triton
 from msgspec.structs import replace
 
@@ -15,8 +20,9 @@ from ..launch.registry import Registry
 from ..launch.results import Results
 from ..launch.written_tensors import WrittenTensors
 from ..options import DEFAULT_N_REPEAT, DEFAULT_N_WARMUP, Options
-from ..ranks.group import RankGroup
+from ..ranks.group import GROUPS, RankGroup
 from ..ranks.questions import CallCount
+from ..ranks.turns import Turns
 from ..ranks.watchdog import Watch
 from ..search import strategies
 from ..search.messages import Facts, Opening
@@ -33,6 +39,7 @@ from ..timing.time_spent import TimeSpent
 from ..triton_api import identity, interception
 from ..version import __version__
 
+_DEFAULT: Any = dist.GroupMember if dist.is_available() else types.SimpleNamespace(WORLD=None)
 LIMITS = ("watch", "max_runs", "budget_s", "overhead")  # options that no sample depends on
 
 
@@ -207,6 +214,37 @@ class FunctionState:
             if context in new or (not rank_context.is_published and context.result.is_final):
                 self.results.publish(context, rank_context, seconds)
         return new
+
+
+class RanksOfCalls:
+    """The ranks that make a function's calls: the default process group may be another one in each."""
+
+    def __init__(self, options: Options, name: str) -> None:
+        self._options, self._name, self._is_given = options, name, options.group is not None
+        self._world: Callable[[], Any] = lambda: None  # the default group of the last call, and its process
+        self._pid = -1
+        self._turns: tuple[weakref.ref[RankGroup], Turns | None] | None = None  # of a group
+
+    def group(self) -> RankGroup:
+        """Return the ranks that make a call now."""
+        options = self._options
+        return GROUPS.of(options.process_group()) if options.is_dist else GROUPS.single()
+
+    def are(self, group: RankGroup) -> bool:
+        """Return whether these ranks make a call now, as a rule without looking for them."""
+        world = _DEFAULT.WORLD
+        if self._is_given or world is not self._world() or os.getpid() != self._pid:
+            if group is not self.group():
+                return False
+            self._world = (lambda: None) if world is None else weakref.ref(world)
+            self._pid = os.getpid()
+        return True
+
+    def turns(self, group: RankGroup) -> Turns | None:
+        """Return the turns of sessions that these ranks take together; None: one rank takes its own."""
+        if self._turns is None or self._turns[0]() is not group:
+            self._turns = weakref.ref(group), group.new_turns(self._name)
+        return self._turns[1]
 
 
 def versions() -> dict[str, str]:

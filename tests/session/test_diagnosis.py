@@ -16,7 +16,7 @@ from dist_autotune.logs.records import Note, RunFailed, SessionClosed
 from dist_autotune.ranks import exchange, group
 from dist_autotune.ranks.watchdog import Watch, Watchdog
 from dist_autotune.timing.samples import READ_WITHIN_RUNS
-from dist_autotune.tuner import calls
+from dist_autotune.tuner import function_state
 from ranks import assert_all_ok, run_ranks
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported later"
@@ -27,7 +27,7 @@ NEVER_MS = 1e9
 def quick_heartbeats(monkeypatch):
     """Let the thread that watches a run look twenty times a second."""
     monkeypatch.setattr(exchange, "HEARTBEAT_S", 0.05)
-    monkeypatch.setattr(calls, "GROUPS", group.Groups())
+    monkeypatch.setattr(function_state, "GROUPS", group.Groups())
 
 
 def log_of(rank: int = 0) -> str:
