@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 from ..strategies import PAIR_FACTOR, Flow, Pause, Warmup, Winner, faster_of_two, racing_runs, rounds, within
 from .fields import UNKNOWN, Fills, TimesByKey
-from .model import Expectation
-from .order import AT_LEAST, FEWEST, KEYS, Meanwhile, TrialOrder, Waves
+from .order import AT_LEAST, Meanwhile, TrialOrder
+
+MORE_RUNS = 24  # of the fastest and the first, where the noise may explain what lies between them
 
 
 def order_of(
@@ -23,12 +24,7 @@ def order_of(
     told: by other keys before the session. meanwhile: returns what the session knows by now. fills: how much
     of the SMs' time launches at this key fill.
     """
-    told = {**told, **{other: ms for other, ms in meanwhile().told.items() if other != key}}
-    if len(texts) >= FEWEST and len(told) >= KEYS:
-        expectation = Expectation(key, texts, told, fills)
-        if expectation.keys >= KEYS:
-            return TrialOrder(expectation, first=0)
-    return Waves(key, texts, told, meanwhile, fills) if len(texts) > AT_LEAST else None
+    return TrialOrder(key, texts, told, meanwhile, fills) if len(texts) > AT_LEAST else None
 
 
 def expected(candidates: Sequence[int], *, n_warmup: int, n_repeat: int, order: TrialOrder) -> Flow:
@@ -56,4 +52,5 @@ def expected(candidates: Sequence[int], *, n_warmup: int, n_repeat: int, order: 
     if order.leaves_first:
         return Winner(candidates[0], {candidates[0]})
     alive = within(agreed_ms, order.tried or list(candidates[:1]), PAIR_FACTOR)
-    return (yield from rounds(alive, candidates[0], racing_runs(len(order.tried)) - made))
+    runs_left = racing_runs(len(order.tried)) - made
+    return (yield from rounds(alive, candidates[0], runs_left, MORE_RUNS))

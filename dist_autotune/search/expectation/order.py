@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from ...codec import digest
 from ..strategies import least
-from .fields import UNKNOWN, Fills, Likeness, TimesByKey
-from .gaussian import GaussianProcess, kin_of
+from .fields import UNKNOWN, Fills, TimesByKey
 from .model import Expectation
 
 GAIN = 0.01  # an untried candidate must win by more ...
@@ -19,23 +18,20 @@ OF_SMALL = 0.2  # what one must win by of a key's own time, for that: then at mo
 OWN_SHARE = 0.5  # of a time, that is the candidate's own for sure; of less, others learn nothing
 CHANCE, CHANCE_OF_MANY = 0.05, 0.01  # that any untried one does so, below which the search ends
 AT_LEAST = 3  # candidates: the incumbent and two more
-KEYS = 4  # other keys that have told times; with fewer, waves of candidates say what to expect
 FEWEST = 12  # candidates: fewer are all tried, but for what the host hides
-LIKELY = 3  # times as many as are tried may be tried: what is observed changes what is expected
+KEYS = 4  # other keys that have told times: they are surer than one to three
 EXPECTED_FROM = 24  # candidates: of so many, search="auto" tries a few by what launches let expect
 MANY = 256  # candidates: of more, a few are tried whatever judges them
-FIRST_WAVE, WAVE, MOST_COMPILED = 48, 24, 144  # of them: spread ones, then by what these let expect
-FAILED = 2.0  # times the slowest of them
+FIRST_WAVE, WAVE, MOST_COMPILED = 48, 24, 144  # of them, where no key tells
+FAILED = 2.0  # times the slowest: what failed counts as
 IDLE_WAVES = 3  # in a row that find nothing faster by more than GAIN: then no more are compiled
+_MANY, _SHARE_UNTOLD = 100, 0.4  # of so many candidates and more, where no key tells
+_SHARE, _SHARE_OF_MANY = 0.15, 0.07  # where one key has told; four, of a hundred candidates and more
+_AT_LEAST_TOLD, _AT_LEAST_KEYS = 8, 5  # candidates of these: of few candidates 15 % lose too much
+_SHARE_MEANWHILE = 0.5  # of fewer than a hundred, where other keys tell since the first trial
+_SHARE_OF_SMALL = 0.25
+_WAVE_TOLD = 4  # of those behind the first three
 _NORMAL = statistics.NormalDist()
-_MANY, _SHARE, _SHARE_OF_MANY = 100, 0.25, 0.07
-_SHARE_UNTOLD, _SHARE_TOLD = 0.4, 0.15  # of 100 and more: of a kernel's first key, with one to three others
-
-
-def most_tried(candidates: int) -> int:
-    """Return how many candidates are tried at most: a quarter, of a hundred and more 7 %."""
-    share = _SHARE if candidates < _MANY else _SHARE_OF_MANY
-    return min(max(AT_LEAST, int(share * candidates)), candidates)
 
 
 def best_start(key: str, texts: Collection[str], told: TimesByKey, fills: Fills = UNKNOWN) -> str:
@@ -44,9 +40,10 @@ def best_start(key: str, texts: Collection[str], told: TimesByKey, fills: Fills 
     Unknown: fewer than KEYS other keys have told times of these candidates. The order of `texts` is nothing.
     """
     ordered = sorted(texts)
-    if len(told) < KEYS or (expectation := Expectation(key, ordered, told, fills)).keys < KEYS:
+    expected = Expectation.of_key(key, ordered, told, fills) if len(told) >= KEYS else None
+    if expected is None or expected.keys < KEYS:
         return ""
-    return ordered[min(expectation.told, key=lambda index: (expectation.means[index], index))]
+    return ordered[min(expected.told, key=lambda index: (expected.means[index], index))]
 
 
 @dataclass(frozen=True)
@@ -58,40 +55,40 @@ class Meanwhile:
 
 
 class TrialOrder:
-    """Which candidate to try next, one after another; the first ones are given.
+    """Which candidate of a key to try next: in waves, each chosen by the times so far.
 
-    first: the incumbent. After each trial call `tell`.
-    likely: the candidates that may be tried, those expected to be the fastest; others need not be compiled.
-    most: how many are tried at most.
+    Call `tell` after each trial, and `widen` after a wave. The first candidate is the incumbent.
+
+    told: by other keys before the session. meanwhile: returns what the session knows by now.
+    likely: the candidates that may be tried by now; others need not be compiled. most: how many are tried.
     """
 
-    def __init__(self, expectation: Expectation | GaussianProcess, first: int) -> None:
-        self.expectation = expectation
-        means = expectation.means
-        self.most = most_tried(len(means))
-        ordered = sorted(range(len(means)), key=lambda index: (means[index], index))
-        self.likely = frozenset({first, *ordered[: min(LIKELY * self.most, MOST_COMPILED)]})
+    def __init__(
+        self,
+        key: str,
+        texts: Sequence[str],
+        told: TimesByKey,
+        meanwhile: Callable[[], Meanwhile] = Meanwhile,
+        fills: Fills = UNKNOWN,
+    ) -> None:
+        self._key, self._texts, self._told = key, texts, told
+        self._meanwhile, self._fills = meanwhile, fills
         self.tried: list[int] = []
         self.ms: dict[int, float] = {}  # of those tried that have a time; the least of it may be 0
         self.is_hidden = False  # nothing untried can be seen to win, whatever it takes
-        self.promise = 1.0  # the chance that some untried one wins
         self._failed: set[int] = set()
-        self._first, self._gain = first, GAIN
+        self._gain = GAIN
+        self._best_of_waves: list[float] = []
+        self._expect(meanwhile())
+        self.most, first, self._wave_size = _sizes(len(texts), self.expectation.keys)
+        self._wave = list[int]()
+        self.likely = frozenset[int]()
+        self._choose(first, after=[0])
 
     def next(self) -> int | None:
-        """Return the candidate of the greatest chance to win; None: no untried one is worth a trial."""
-        if not (self.tried or self._first in self._failed):
-            return self._first
-        if len(self.tried) >= self.most:
-            return None
-        ordered, none_wins = self._promising(self.likely)
-        if not ordered or (len(self.tried) >= AT_LEAST and 1 - none_wins < CHANCE):
-            return None
-        return ordered[0]
-
-    def widen(self) -> bool:
-        """Let more candidates be tried, after all that `next` has given; return whether there are any."""
-        return False
+        """Return the next candidate of the wave; None: all have been tried."""
+        out = {*self.tried, *self._failed}
+        return next((index for index in self._wave if index not in out), None)
 
     def tell(self, index: int, ms: float) -> None:
         """Record the time of a candidate that was tried; nan: it has none; inf: it was banned."""
@@ -101,12 +98,23 @@ class TrialOrder:
         self.tried.append(index)
         if ms > 0:
             self.ms[index] = ms
-        if least(ms) > 0:  # else all of it may be the host's
-            self._observe(index, least(ms))
 
-    def _observe(self, index: int, ms: float) -> None:
-        assert isinstance(self.expectation, Expectation)
-        self.expectation.observe(index, ms)
+    def widen(self) -> bool:
+        """Let another wave be tried, after all that `next` has given; return whether there is one."""
+        meanwhile = self._meanwhile()
+        if meanwhile.told.keys() - {self._key} and len(self._texts) >= FEWEST:
+            self.most = min(self.most, max(FEWEST, int(_SHARE_MEANWHILE * len(self._texts))))
+        self._gain = max(GAIN, GAIN_OF_RUN / max(meanwhile.part, GAIN_OF_RUN))
+        self._expect(meanwhile)
+        if len(self.likely) >= self.most or self._is_idle():
+            return False
+        self.is_hidden = self._bar == -math.inf or bool(self.ms and not self._own_ms)
+        if len(self.tried) >= AT_LEAST and self.ms and self._cannot_pay():
+            return False
+        if self._gain > OF_SMALL and len(self.tried) >= _SHARE_OF_SMALL * len(self._texts):
+            return False
+        self._choose(min(self._wave_size, self.most - len(self.likely)))
+        return bool(self._wave)
 
     def untried_text(self) -> str:
         """Return what was not tried, and why; "": nothing."""
@@ -125,140 +133,108 @@ class TrialOrder:
         return f"tried {len(means) - len(left)} of {len(means)}; {why}"
 
     @property
+    def leaves_first(self) -> bool:
+        """Return whether none of those tried can be seen to beat the first one either."""
+        if not self.is_hidden or 0 not in self.ms:
+            return False
+        bar_ms = least(self.ms[0]) * (1 - GAIN) - min(ms - least(ms) for ms in self.ms.values())
+        return all(least(ms) >= bar_ms for ms in self.ms.values())
+
+    @property
     def _log_of_best(self) -> float:
         """Return the logarithm of the least ms that is known of any tried one; inf: of none."""
         known = [ms for ms in map(least, self.ms.values()) if ms > 0]
         return math.log(min(known)) if known else math.inf
 
     @property
-    def leaves_first(self) -> bool:
-        """Return whether none of those tried can be seen to beat the first one either."""
-        if not self.is_hidden or self._first not in self.ms:
-            return False
-        bar_ms = least(self.ms[self._first]) * (1 - GAIN) - min(ms - least(ms) for ms in self.ms.values())
-        return all(least(ms) >= bar_ms for ms in self.ms.values())
+    def _own_ms(self) -> dict[int, float]:
+        """Return the times that are mostly the candidates' own; others say little of them."""
+        return {index: least(ms) for index, ms in self.ms.items() if least(ms) >= OWN_SHARE * ms}
 
-    def _bar_ms(self) -> float:
-        """Return what an untried candidate must take less than to be seen to win; none can below 0.
+    @property
+    def _bar(self) -> float:
+        """Return the log ms below which an untried candidate is seen to win; -inf: none can be.
 
         The first one counts without the host's part. Where most times hold one, so would that of another.
         """
-        host_ms = statistics.median_low(ms - least(ms) for ms in self.ms.values()) if self.ms else 0.0
-        best_ms = min(map(float, self.ms.values()), default=math.inf)
-        if self._first in self.ms:
-            best_ms = min(best_ms, least(self.ms[self._first]))
-        return best_ms * (1 - self._gain) - host_ms
+        if not self.ms:
+            return float(self.expectation.means[0]) + math.log(1 - self._gain)
+        host_ms = statistics.median_low(ms - least(ms) for ms in self.ms.values())
+        best_ms = min(map(float, self.ms.values()))
+        if 0 in self.ms:
+            best_ms = min(best_ms, least(self.ms[0]))
+        bar_ms = best_ms * (1 - self._gain) - host_ms
+        return math.log(bar_ms) if bar_ms > 0 else -math.inf
 
-    def _promising(self, among: Collection[int]) -> tuple[list[int], float]:
-        """Return the untried candidates, the likeliest winner first, and the chance that none wins."""
-        bar_ms = self._bar_ms()
-        self.is_hidden = bar_ms <= 0
-        chances, means = dict(self._chances(among, bar_ms)), self.expectation.means
-        none_wins = 1.0
-        for chance in chances.values():
-            none_wins *= 1 - chance
-        self.promise = 1 - none_wins
-        return sorted(chances, key=lambda index: (-chances[index], means[index], index)), none_wins
+    def _expect(self, meanwhile: Meanwhile) -> None:
+        """Expect times from all that is told. What failed counts as slow, and so do its fields."""
+        told = {**self._told, **{other: ms for other, ms in meanwhile.told.items() if other != self._key}}
+        self.expectation = Expectation.of_key(self._key, self._texts, told, self._fills)
+        if own_ms := self._own_ms:
+            failed_ms = FAILED * max(own_ms.values())
+            for index, ms in {**own_ms, **dict.fromkeys(sorted(self._failed), failed_ms)}.items():
+                self.expectation.observe(index, ms)
 
-    def _chances(self, among: Collection[int], bar_ms: float) -> Iterator[tuple[int, float]]:
-        """Yield the untried candidates, each with its chance to be below the bar."""
-        means, variances = self.expectation.means, self.expectation.variances
-        for index in sorted({*among}.difference(self.tried, self._failed)):
-            if bar_ms == math.inf:  # nothing is known yet
-                yield index, _NORMAL.cdf(-means[index])
-            elif bar_ms <= 0:
-                yield index, 0.0
-            else:
-                z = (math.log(bar_ms) - means[index]) / math.sqrt(max(variances[index], 1e-8))
-                yield index, _NORMAL.cdf(z)
-
-
-class Waves(TrialOrder):
-    """The order of candidates of which other keys told too little before the first trial.
-
-    The first wave is spread over all, or what the few told keys expect to be the fastest; its times, and
-    those of the kernel's keys that are tried meanwhile, let expect which to try next, and so on.
-
-    meanwhile: returns what the session knows by now.
-    """
-
-    def __init__(
-        self,
-        key: str,
-        texts: Sequence[str],
-        told: TimesByKey,
-        meanwhile: Callable[[], Meanwhile] = Meanwhile,
-        fills: Fills = UNKNOWN,
-    ) -> None:
-        self._told, self._key, self._texts, self._meanwhile = told, key, texts, meanwhile
-        self._fills = fills
-        of_own = [fills.get(text, 1.0) for text in texts]
-        self._process = GaussianProcess(Likeness.of_texts(texts), fills=of_own)
-        kin = kin_of(key, texts, told, fills=bool(fills))
-        self._process.fit({}, kin)
-        super().__init__(self._process, first=0)
-        self._best_of_waves: list[float] = []
-        self.most, first, self._wave_size = _sizes(len(texts), is_told=bool(kin))
-        # Keys met in the same run try different ones, where nothing is told.
-        means = [round(mean, 9) for mean in self.expectation.means]
-        others = sorted(range(1, len(texts)), key=lambda index: (means[index], digest(key + texts[index])))
-        self._spread = [0, *others]
-        self._wave = self._spread[:first]
-        self.likely = frozenset(self._wave)
-
-    def next(self) -> int | None:
-        out = {*self.tried, *self._failed}
-        return next((index for index in self._wave if index not in out), None)
-
-    def _observe(self, index: int, ms: float) -> None:
-        """`widen` takes all times in at once."""
-
-    def widen(self) -> bool:
-        if len(self.likely) >= min(self.most, len(self._texts)) or self._is_idle():
-            return False
-        # A time that is mostly the host's says little of the candidate.
-        own = {index: least(ms) for index, ms in self.ms.items() if least(ms) >= OWN_SHARE * ms}
-        # What fails counts as slow: so do its fields, and the next wave has fewer that do not fit the device.
-        failed = dict.fromkeys(sorted(self._failed), FAILED * max(own.values(), default=1.0))
-        times = {**own, **failed} if own else {}
-        meanwhile = self._meanwhile()
-        self._gain = max(GAIN, GAIN_OF_RUN / max(meanwhile.part, GAIN_OF_RUN))
-        told = {**self._told, **meanwhile.told}
-        self._process.fit(times, kin_of(self._key, self._texts, told, fills=bool(self._fills)))
-        ordered, none_wins = self._promising(range(len(self._texts)))
-        self.is_hidden |= bool(self.ms) and not own
-        if self.ms and len(self.tried) >= AT_LEAST and self._cannot_pay(1 - none_wins):
-            return False
-        if self._gain > OF_SMALL and len(self.tried) >= most_tried(len(self._texts)):
-            return False
-        ordered = [index for index in (ordered if own else self._spread) if index not in self.likely]
-        self._wave = ordered[: min(self._wave_size, self.most - len(self.likely))]
+    def _choose(self, count: int, after: Sequence[int] = ()) -> None:
+        """Set the wave: `after`, then the likeliest winners, as if each before took what is expected."""
+        self._wave, bar, expected = [*after], self._bar, self.expectation
+        left = sorted(
+            {*range(len(self._texts))}.difference(self.likely, self._failed, after), key=self._place
+        )
+        for place in range(min(count, len(left) + len(after))):
+            if place >= len(after):
+                deviations = self._deviations(bar)
+                self._wave.append(max(left, key=deviations.__getitem__))
+                left.remove(self._wave[-1])
+            expected.observe(self._wave[place], math.exp(expected.means[self._wave[place]]))
         self.likely |= {*self._wave}
-        return bool(self._wave)
 
-    def _cannot_pay(self, chance: float) -> bool:
+    def _place(self, index: int) -> str:
+        """Sort what is equally likely so that keys met in the same run try different candidates."""
+        return digest(self._key + self._texts[index])
+
+    def _deviations(self, bar: float) -> list[float]:
+        """Return how many deviations below the bar each candidate is expected."""
+        expected = self.expectation
+        if bar == -math.inf:
+            return [-mean for mean in expected.means.tolist()]
+        return [
+            round((bar - mean) / math.sqrt(max(variance, 1e-8)), 9)
+            for mean, variance in zip(expected.means.tolist(), expected.variances.tolist(), strict=True)
+        ]
+
+    def _cannot_pay(self) -> bool:
         """Return whether no untried one is worth a trial, by the chance that some wins."""
-        if self.is_hidden or len(self._texts) > MANY:
+        count = len(self._texts)
+        if self.is_hidden or (count > MANY and not self.expectation.keys):
             return self.is_hidden  # of so many, chances that follow from one key are too sure of themselves
-        has_exact = any(ms == least(ms) for ms in self.ms.values())  # without a part of the host's
-        tries_all = len(self._texts) < FEWEST and has_exact and self._gain == GAIN
-        return chance < (CHANCE if len(self._texts) < _MANY else CHANCE_OF_MANY) and not tries_all
+        if count < FEWEST and self._gain == GAIN and any(ms == least(ms) for ms in self.ms.values()):
+            return False
+        none_wins, out = 1.0, {*self.tried, *self._failed}
+        for index, z in enumerate(self._deviations(self._bar)):
+            none_wins *= 1.0 if index in out else 1 - _NORMAL.cdf(z)
+        is_sure = count < _MANY or self.expectation.keys >= KEYS
+        return 1 - none_wins < (CHANCE if is_sure else CHANCE_OF_MANY)
 
     def _is_idle(self) -> bool:
         """Return whether the last waves of many candidates have found nothing faster."""
         self._best_of_waves.append(self._log_of_best)
         earlier = self._best_of_waves[:-IDLE_WAVES]
-        is_many = len(self._texts) > MANY
+        is_many = len(self._texts) > MANY and not self.expectation.keys
         return is_many and bool(earlier) and earlier[-1] - self._best_of_waves[-1] < GAIN
 
 
-def _sizes(candidates: int, *, is_told: bool) -> tuple[int, int, int]:
+def _sizes(candidates: int, keys: int) -> tuple[int, int, int]:
     """Return how many of so many candidates are tried at most, in the first wave, and in each further one."""
+    if candidates < FEWEST:
+        return candidates, AT_LEAST, candidates
+    wave = max(2, candidates // 8)
+    if keys:
+        share = _SHARE_OF_MANY if candidates >= _MANY and keys >= KEYS else _SHARE
+        fewest = min(_AT_LEAST_KEYS, max(AT_LEAST, candidates // 4)) if keys >= KEYS else _AT_LEAST_TOLD
+        return max(int(share * candidates), fewest), AT_LEAST, min(wave, _WAVE_TOLD)
     if candidates > MANY:
         return MOST_COMPILED, FIRST_WAVE, WAVE
     if candidates >= _MANY:
-        share, first = (_SHARE_TOLD, AT_LEAST) if is_told else (_SHARE_UNTOLD, candidates // 8)
-        return int(share * candidates), first, candidates // 16
-    if candidates < FEWEST:
-        return candidates, AT_LEAST, candidates
-    return candidates, AT_LEAST, max(2, candidates // 8)
+        return int(_SHARE_UNTOLD * candidates), candidates // 8, candidates // 16
+    return candidates, AT_LEAST, wave

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from ...codec import digest
 from ..expectation.fields import Likeness, texts_by_field
-from ..expectation.gaussian import GaussianProcess
+from ..expectation.model import Expectation
 from ..strategies import faster_of_two, least
 from .search import MORE_RUNS, AskedPlan, Search, race_of, raced
 from .search import MOST_PLANS as MOST_RACED
@@ -35,7 +35,7 @@ NEAR, FINALISTS, NEAR_RUNS = 1.04, 8, 40  # of the best: plans that race with th
 EXPECTED = 2  # ... and with so many that are expected to be the fastest
 MOST_RUNS = 2 * (MOST_TRIED + WAVE - 1) + NEAR_RUNS + MORE_RUNS
 _NORMAL = statistics.NormalDist()
-_DEVIATION, _NOISE = 0.05, 0.05  # of what options add, expected; of a run, over the variance of that
+_REST, _NOISE = 0.05, 0.011  # deviations: of what options add, expected; of a run
 
 
 def plans_of(space: PlanSpace) -> list[Plan]:
@@ -71,7 +71,7 @@ def _holds_one_share(kernel: KernelLevels) -> bool:
 
 def predicted(space: PlanSpace, plans: Sequence[Plan]) -> Search:
     """Return the fastest of the plans, of which the first wins ties."""
-    process = GaussianProcess(_likeness(space, plans), deviation=_DEVIATION, noise=_NOISE)
+    likeness = _likeness(space, plans)
     slower_ms = [_slower_ms(space, plan) for plan in plans]
     asked = [AskedPlan(plan, f"predicted, plan {index}") for index, plan in enumerate(plans)]
     first_ms = yield replace(asked[0], follows_fit=True)
@@ -85,7 +85,7 @@ def predicted(space: PlanSpace, plans: Sequence[Plan]) -> Search:
     untold = _untold(space, plans)
     wave = _first_wave(plans, slower_ms, LIKELY * least(ms[0]), untold)
     ms |= yield from _timed(asked, wave)
-    model = _ExpectedTimes(process, slower_ms, ms)
+    model = _ExpectedTimes(likeness, slower_ms, ms)
     while wave:
         for index in wave:
             if index in untold or not least(ms[index]) <= SPIKE * model.by_launches[index]:
@@ -154,13 +154,13 @@ class _ExpectedTimes:
     ms: of the tried plans, at first. Most are no spikes.
     """
 
-    def __init__(self, process: GaussianProcess, slower_ms: Sequence[float], ms: Mapping[int, float]) -> None:
+    def __init__(self, likeness: Likeness, slower_ms: Sequence[float], ms: Mapping[int, float]) -> None:
         known = {index: least(each) for index, each in ms.items() if _is_known(each)}
         fastest_ms = statistics.median(each - slower_ms[index] for index, each in known.items())
         fastest_ms = max(fastest_ms, min(known.values()) / 2)  # launches may be slower than what holds them
         self.by_launches = [fastest_ms + each for each in slower_ms]
         self._logs = [math.log(each) for each in self.by_launches]
-        self._process = process
+        self._likeness = likeness
         self._expected = list[float]()  # log ms, as last fitted
 
     def next_wave(self, ms: Mapping[int, float]) -> list[int]:
@@ -168,13 +168,15 @@ class _ExpectedTimes:
         likely_ms = {index: self._likely_ms(index, each) for index, each in ms.items() if 0 < each < math.inf}
         added = {index: each / self.by_launches[index] for index, each in likely_ms.items()}
         most = SLOWER * statistics.median(added.values())
-        self._process.fit({index: min(each, most) for index, each in added.items()})
-        self._expected = [mean + each for mean, each in zip(self._process.means, self._logs, strict=True)]
+        expectation = Expectation(self._likeness, rest=_REST, noise=_NOISE)
+        for index, each in added.items():
+            expectation.observe(index, min(each, most))
+        self._expected = [mean + each for mean, each in zip(expectation.means, self._logs, strict=True)]
         bar, none_wins = min(self._expected[index] for index in added) + math.log(1 - GAIN), 1.0
-        chances = {}
+        chances, variances = {}, expectation.variances
         for index, expected in enumerate(self._expected):
             if index not in ms:
-                deviation = math.sqrt(self._process.variances[index])
+                deviation = math.sqrt(variances[index])
                 chances[index] = _NORMAL.cdf((bar - expected) / deviation)
                 none_wins *= 1 - chances[index]
         if 1 - none_wins < CHANCE or len(ms) >= MOST_TRIED:

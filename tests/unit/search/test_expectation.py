@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dist_autotune.search.expectation.keys import by_distance, distance
 from dist_autotune.search.expectation.model import Expectation
-from dist_autotune.search.expectation.order import most_tried
+from dist_autotune.search.expectation.order import TrialOrder
 
 F16 = "'torch.float16'"
 integers = st.lists(st.integers(), min_size=3, max_size=3)
@@ -72,17 +72,17 @@ def test_what_configs_add_at_all_keys_orders_them_and_more_keys_are_surer():
     best_first = sorted(range(len(TEXTS)), key=lambda index: ms_of(index, 256))
     deviations = []
     for sizes in ((64, 128, 512, 1024), (64, 128, 192, 320, 384, 448, 512, 1024)):
-        expectation = Expectation("256, 'fp16'", TEXTS, told(*sizes))
+        expectation = Expectation.of_key("256, 'fp16'", TEXTS, told(*sizes))
         expectation.observe(0, ms_of(0, 256))
-        means = [round(mean, 9) for mean in expectation.means]
-        assert sorted(range(len(TEXTS)), key=lambda i: (means[i], ms_of(i, 256)))[:6] == best_first[:6]
+        ordered = sorted(range(len(TEXTS)), key=expectation.means.__getitem__)
+        assert [ms_of(i, 256) for i in ordered[:6]] == [ms_of(i, 256) for i in best_first[:6]]
         deviations.append(statistics.fmean(map(math.sqrt, expectation.variances)))
     assert deviations[1] < 0.8 * deviations[0]
 
 
 def test_candidates_that_nobody_has_told_of_are_the_least_sure():
     tried = [text for text in TEXTS if "BLOCK: 64, SPLIT: 2" not in text]
-    expectation = Expectation("256, 'fp16'", TEXTS, told(64, 128, 512, 1024, texts=tried))
+    expectation = Expectation.of_key("256, 'fp16'", TEXTS, told(64, 128, 512, 1024, texts=tried))
     expectation.observe(0, ms_of(0, 256))
     new = TEXTS.index("BLOCK: 64, SPLIT: 2, num_warps: 4, num_ctas: 1")
     assert new not in expectation.told
@@ -90,7 +90,12 @@ def test_candidates_that_nobody_has_told_of_are_the_least_sure():
 
 
 @pytest.mark.parametrize(
-    ("candidates", "most"), [(2, 2), (3, 3), (12, 3), (20, 5), (99, 24), (100, 7), (300, 21), (5000, 350)]
+    ("candidates", "keys", "most"),
+    [(20, 1, 8), (72, 1, 10), (100, 3, 15), (300, 1, 45), (14, 4, 3), (20, 4, 5), (72, 4, 10), (300, 4, 21)],
 )
-def test_a_quarter_is_tried_at_most_and_of_hundreds_7_percent(candidates, most):
-    assert most_tried(candidates) == most
+def test_15_percent_are_tried_at_most_where_keys_were_told_and_7_of_hundreds_where_four_were(
+    candidates, keys, most
+):
+    texts = [f"A: {2 ** (index % 10)}, B: {index // 10}" for index in range(candidates)]
+    told = {f"{64 * size}, 'fp16'": dict.fromkeys(texts, 1.0) for size in range(1, keys + 1)}
+    assert TrialOrder("1000, 'fp16'", texts, told).most == most

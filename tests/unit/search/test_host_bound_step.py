@@ -12,10 +12,11 @@ from functools import partial
 import pytest
 from msgspec.structs import replace
 
-from dist_autotune.search.expectation.order import Meanwhile, Waves
+from benchmarks.simulation.kernel_sessions import KernelSession
+from benchmarks.simulation.recorded_tables import Kernel
+from dist_autotune.search.expectation.order import Meanwhile, TrialOrder
 from dist_autotune.search.messages import Part
 from dist_autotune.timing.samples import Samples
-from tests.helpers.kernels_of_one_run import Kernel, OneRun
 
 # Of flash-linear-attention's layers, as examples/train_third_party.py launches them, recorded on one H100:
 # candidates, launches in a step, ms of the first candidate, and whether the device is mostly behind the host.
@@ -77,7 +78,7 @@ class ReadMarks:
         return mark[1]
 
 
-class HostBoundStep(OneRun):
+class HostBoundStep(KernelSession):
     """A session in steps that take the host longer than the device: most times hold the host's part."""
 
     def __init__(self, kernels: Sequence[Launched], seed: int) -> None:
@@ -130,7 +131,7 @@ def test_a_host_bound_step_of_many_kernels_is_settled_in_300_runs(seldom, seed):
 @pytest.mark.parametrize(("part", "tried"), [(1.0, 18), (0.012, 6)])
 def test_of_a_key_that_takes_little_of_a_run_at_most_a_quarter_is_tried(part, tried):
     texts = [f"BLOCK: {32 << block}, num_warps: {1 << warps}" for block in range(6) for warps in range(4)]
-    order = Waves("1024", texts, {}, lambda: Meanwhile(part=part))
+    order = TrialOrder("1024", texts, {}, lambda: Meanwhile(part=part))
     draws = random.Random(0)
     while (index := order.next()) is not None or order.widen():
         if index is not None:

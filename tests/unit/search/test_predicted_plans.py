@@ -11,7 +11,6 @@ import pytest
 from flows import driven
 
 from benchmarks.simulation.protocol_simulation import Simulation
-from dist_autotune.search.expectation.gaussian import GaussianProcess
 from dist_autotune.search.phases import race_runs
 from dist_autotune.search.plans import predicted
 from dist_autotune.search.plans.search import MORE_RUNS
@@ -196,29 +195,24 @@ def test_what_a_plan_does_not_launch_makes_no_other_plan_of_it(takes, most):
 
 
 def test_of_a_run_that_follows_a_fit_it_is_known_that_ranks_come_late_to_it(monkeypatch):
-    fits, follows_fit, told = 0, [], []
-    fit = GaussianProcess.fit
-
-    def counted(self, *args):
-        nonlocal fits
-        fits += 1
-        fit(self, *args)
+    fits, follows_fit, told = [], [], []
+    next_wave = predicted._ExpectedTimes.next_wave
 
     class Told(GatheredProduct):
-        fits = 0
-
         def run(self):
             if "predicted" in str(self.tuning.judged_run):
-                follows_fit.append(fits > self.fits)
+                follows_fit.append(bool(fits))
                 told.append(self.tuning.follows_fit)
-            self.fits = fits
+            fits.clear()
             super().run()
 
-    monkeypatch.setattr(GaussianProcess, "fit", counted)
+    monkeypatch.setattr(
+        predicted._ExpectedTimes, "next_wave", lambda self, ms: fits.append(1) or next_wave(self, ms)
+    )
     Told(0).session(RUNS_AT_MOST)
     assert sum(follows_fit) > 5
     assert all(late for late, behind in zip(told, follows_fit, strict=True) if behind)
-    assert sum(told) <= sum(follows_fit) + 1  # and of the first wave, before which plans are drawn
+    assert sum(told) <= sum(follows_fit) + 2  # and of the first plan and wave, before which plans are drawn
 
 
 @pytest.mark.parametrize("seed", range(4))

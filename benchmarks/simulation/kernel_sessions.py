@@ -1,36 +1,35 @@
-"""Sessions in virtual time whose kernels are all met in the first run."""
+"""Sessions of one rank in virtual time, over kernels whose times are known."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.simulation.protocol_simulation import Simulation
+from benchmarks.simulation.recorded_tables import Kernel
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """A key of a kernel, as a session meets it."""
+class KernelSession(Simulation):
+    """Kernels are all met in the first run, or one after another; compilers go on behind the runs.
 
-    kernel: str
-    key: str
-    ms: dict[str, float]  # by the config's text, the first one first
-    fills: dict[str, float] = field(default_factory=dict)  # how much of the SMs' time a launch fills
-
-
-class OneRun(Simulation):
-    """A session of one rank whose kernels are all met in its first run; compilers go on behind the runs.
-
-    rate: candidates compiled in a run.
+    rate: candidates compiled in a run. noise: of a sample. spikes: how often one is 1.5 times as long.
     """
 
-    def __init__(self, kernels: Sequence[Kernel], seed: int, rate: float = math.inf, **options: Any) -> None:
+    def __init__(
+        self,
+        kernels: Sequence[Kernel],
+        seed: int,
+        rate: float = math.inf,
+        *,
+        noise: float = 0.02,
+        spikes: float = 0.03,
+        **options: Any,
+    ) -> None:
         self.kernels = {f"{each.kernel} {each.key}": each for each in kernels}
         self.compiled, self._rate, self._room = 0, rate, 0.0
-        self._random = random.Random(seed)
+        self._random, self._noise, self._spikes = random.Random(seed), noise, spikes
         self._left: dict[str, list[str]] = {}
         self._asked: dict[str, set[str]] = {}  # candidates that were given to the compilers
         texts = {name: [*each.ms] for name, each in self.kernels.items()}
@@ -50,6 +49,17 @@ class OneRun(Simulation):
                 self._room, self.compiled = self._room - 1, self.compiled + 1
         super().run()
 
+    def one_after_another(self) -> list[int]:
+        """Tune each key in a session of its own; return how many of its candidates were launched."""
+        for now in self.contexts:
+            self.launches = lambda run, rank, name, now=now: name == now
+            self.session()
+        return [len({plan[name] for plan in self.plans if name in plan}) for name in self.contexts]
+
+    def regrets(self) -> list[float]:
+        winners = self.winners()
+        return [each.ms[winners[name]] / min(each.ms.values()) - 1 for name, each in self.kernels.items()]
+
     def _compiling(self, run: int, rank: int, name: str) -> int:
         return len(self._left.get(name, ()))
 
@@ -64,9 +74,5 @@ class OneRun(Simulation):
         return self.kernels[name].key
 
     def _launch_ms(self, name: str, candidate: str, rank: int) -> float:
-        spike = 1.5 if self._random.random() < 0.03 else 1.0
-        return self.kernels[name].ms[candidate] * spike * self._random.lognormvariate(0, 0.02)
-
-    def regrets(self) -> list[float]:
-        winners = self.winners()
-        return [each.ms[winners[name]] / min(each.ms.values()) - 1 for name, each in self.kernels.items()]
+        spike = 1.5 if self._random.random() < self._spikes else 1.0
+        return self.kernels[name].ms[candidate] * spike * self._random.lognormvariate(0, self._noise)
