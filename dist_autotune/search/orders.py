@@ -78,6 +78,11 @@ class ContextOrder(SharedContext):
         return self.incumbent if self.next_launch.planned < 0 else self.next_launch.planned
 
     @property
+    def is_left(self) -> bool:
+        """Return whether a later session takes it up."""
+        return self.provisional and not self.result.is_left_out
+
+    @property
     def is_on_trial(self) -> bool:
         return self.next_launch.is_on_trial
 

@@ -15,6 +15,7 @@ from ..errors import AgreementTimeout, LaunchFailed, LaunchTimeout, PeerFailed
 from ..formatting import config_label, described
 from ..logs.records import RunFailed
 from ..ranks.watchdog import Watch
+from ..search.orders import ContextOrder
 from ..timing.device_errors import DeviceFailed, first_line, is_reported
 from ..triton_api import other_launchers
 from .function_state import FunctionSetup, FunctionState
@@ -137,11 +138,20 @@ def warn_of_missing_group(name: str) -> None:
         )
 
 
-def warning_at_end(function: FunctionSetup, run: RankRun, starved: Sequence[str], *, has_failed: bool) -> str:
-    """Return the warning at a session's end: a useless clock, no launches, or contexts without further ones.
+def changed_in_place(name: str, found: str) -> str:
+    """Return the warning where a second run of a function has changed what the first one left."""
+    return (
+        f"{name} changes {found}, in place: a second run with the same configs left other values. They were "
+        "put back, the call ended with its first run, and its keys stay untuned until retune(). Name the "
+        'tensor in preserve=, or in restore_value of the kernel, or use mode="online".'
+    )
 
-    starved: titles of contexts that are no longer launched.
-    """
+
+def warning_at_end(
+    function: FunctionSetup, run: RankRun, launched: Sequence[ContextOrder], *, has_failed: bool
+) -> str:
+    """Return the warning at a session's end: a useless clock, no launches, or none of some contexts."""
+    starved = [each.title for each in launched if each.is_left and each.status == "starved"]
     if not has_failed and run.has_sample and not run.has_time:
         text = (
             f"{function.name}: {type(function.clock).__name__} returned only times that are not finite or "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -60,6 +61,10 @@ class RankRun:
         self._most_lead_ms = math.inf if self._waits else longest_ms
         self._wanted_ms = 0.0  # the filler that the slowest rank wants
         self._compiler: Compiler | None = None  # made when there is something to compile
+        self.apart = 0  # runs without a trial that come before the next exchange
+        self.exchange_s = 0.0  # of the last one behind a run
+        self._apart_s: list[float] = []  # that such runs took since then
+        self._step_ended = time.monotonic()
         self._late_ms = 0.0  # by how much this rank's host was late in the last trial
 
     def begin(self) -> CallUnderWay:
@@ -72,6 +77,19 @@ class RankRun:
         on_trial = {name: orders.contexts[name].digests[index] for name, index in plan.items()}
         state.guard.begin_run(orders.runs, on_trial)
         return launches
+
+    def begin_apart(self) -> CallUnderWay:
+        """Begin a run without a trial, of which nothing is reported; return its launches."""
+        return self._state.dispatcher.begin_run(tunes=False)
+
+    def end_apart(self) -> None:
+        self.apart -= 1
+        self._apart_s.append(self._end_step())
+
+    def _end_step(self) -> float:
+        """Return the seconds since the run before has ended."""
+        began, self._step_ended = self._step_ended, time.monotonic()
+        return self._step_ended - began
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
@@ -139,7 +157,16 @@ class RankRun:
         self.launched.update(parts)
         sources = {SOURCE_OF + name: texts for name, texts in state.registry.new_sources().items()}
         facts = function.facts(sources)
-        report = RunReport(facts, parts=parts, run=whole, elapsed_s=elapsed_s)
+        report = RunReport(
+            facts,
+            parts=parts,
+            run=whole,
+            elapsed_s=elapsed_s,
+            step_s=self._end_step(),
+            apart=len(self._apart_s),
+            apart_s=statistics.median(self._apart_s or [0.0]),
+            exchange_s=self.exchange_s,
+        )
         if self.shares_clock and not function.is_alone:
             report = replace(report, **self._start.stamp())
         if self._filler is not None:
@@ -176,6 +203,7 @@ class RankRun:
         """Take over when the next run begins, and the names that the ranks have agreed on."""
         self._start.apply_exchange(order.sent_ns, order.lag_ns)
         self._wanted_ms = order.wanted_ms
+        self.apart, self._apart_s = order.apart, []
         self._state.registry.rename(order.names)
         self.launched = {order.names.get(name, name) for name in self.launched}
 
@@ -200,6 +228,7 @@ class RankRun:
 
     def abandon(self) -> None:
         """Drop samples and reports of the run under way: no rank counts it."""
+        self.apart = 0
         if self.outputs is not None:
             self.outputs.abandon_run()
         self._state.dispatcher.abandon_run()

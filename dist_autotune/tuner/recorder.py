@@ -6,7 +6,8 @@ import datetime
 import os
 import socket
 import time
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from msgspec import structs
@@ -14,7 +15,7 @@ from msgspec import structs
 from ..launch.rank_context import RankContext
 from ..launch.registry import Registry
 from ..logs import decisions
-from ..logs.records import Exchanged, Note, Record, RunTimed, SessionOpened, Trial
+from ..logs.records import Exchanged, Note, Record, RunTimed, SessionClosed, SessionOpened, Trial
 from ..logs.writer import SessionLog
 from ..search.messages import Part
 from ..search.orders import ContextOrder, Orders
@@ -22,7 +23,7 @@ from ..search.rules import BY_LAUNCH
 from ..search.shared_context import Outcome
 from ..timing.samples import Samples
 from .function_state import FunctionSetup, versions
-from .report import TunedContext, time_order
+from .report import TunedContext, TuningReport, time_order
 
 FIRST_FORECAST = 50  # runs of an online session until its log says what is left; then after twice as many
 
@@ -32,7 +33,6 @@ class Recorder:
 
     def __init__(self, function: FunctionSetup, log: SessionLog) -> None:
         self.session = ""  # its name, agreed when it opens
-        self.close = log.close
         self._function, self._rank, self._ranks = function, function.group.rank, function.group.ranks
         self._log, self._began = log, time.monotonic()
         self._exchanges: list[Exchanged] = []  # written with the next record
@@ -113,18 +113,55 @@ class Recorder:
         self.write(RunTimed(run=run, judged=str(whole.report.ran), counts=counts, **_times(whole, None)))
 
     def record_outcomes(self, run: int, orders: Orders) -> None:
-        """Write the bans of one run and, if there are several ranks, the times that they agreed on."""
+        """Write the bans of one run, the times that several ranks have agreed on, and a remark."""
         for name, index in orders.run.bans:
             self.write(decisions.banned(run, orders.contexts[name], index))
         for name, outcome in orders.run.outcomes.items():
             if outcome.index is not None and len(self._ranks) > 1:
                 self.write(decisions.agreed(run, orders.contexts[name], outcome))
 
+        if orders.run.remark:
+            self.write(Note(text=orders.run.remark))
+
+    def record_settled(
+        self, run: int, contexts: Iterable[ContextOrder], here: Mapping[str, RankContext]
+    ) -> None:
+        """Write the results that a run has settled. here: the contexts that this rank launches."""
+        for context in contexts:
+            launches = here[context.name].launches_per_run if context.name in here else 0
+            self.write(decisions.settled(run, context, launches=launches))
+
+    def record_end(self, report: TuningReport, outcome: str) -> None:
+        """Write how the session has ended, and close the log."""
+        self.write(
+            SessionClosed(
+                outcome=outcome,
+                runs=report.runs,
+                contexts=len(report.contexts),
+                warning=report.warning,
+                seconds=report.seconds,
+                cost=report.cost,
+                gain=report.gain,
+                operations=report.operations,
+                **asdict(report.spent),
+            )
+        )
+        self._log.close()
+
     def record_forecast(self, orders: Orders) -> None:
         """Write the trials left of an online session, after 50 runs and then after twice as many."""
         if orders.rules.mode == "online" and orders.run.has_work and orders.runs >= self._next_forecast:
             self._next_forecast *= 2
             self.write(Note(text=str(orders.forecast), is_outlook=True))
+
+
+def outcome_of(launched: Sequence[ContextOrder], error: BaseException | None) -> str:
+    """Return how a session has ended that has launched these contexts."""
+    if error is not None:
+        return type(error).__name__
+    if not all(context.status for context in launched):
+        return "unfinished"
+    return "partial" if any(context.is_left for context in launched) else "settled"
 
 
 def _times(samples: Samples, part: Part | None) -> dict[str, Any]:

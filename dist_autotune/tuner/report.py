@@ -175,6 +175,12 @@ class TuningReport:
 
         return "\n".join([self.heading, *tables.as_lines(self.table), *self.remarks])
 
+    def ending(self, outcome: str) -> str:
+        """Return the last line of a session's progress."""
+        ended = f"{outcome} after {counted(self.runs, 'run')}"
+        times = ended if self.step is None else f"{ended}: {self.step}"
+        return "; ".join([times, *cost_and_gain(self.cost, self.gain)])
+
     @property
     def heading(self) -> str:
         """What was found in how many runs, and a second line where times are no figures of a device."""

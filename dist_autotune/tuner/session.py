@@ -10,32 +10,25 @@ from __future__ import annotations
 import contextlib
 import enum
 import math
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from msgspec.structs import replace
-
 from ..errors import FlowFailed, NoValidConfig, PeerFailed, PutAside, RankMismatch, TuningError
-from ..formatting import counted, described
+from ..formatting import described
 from ..launch.fast_path import CallUnderWay
 from ..launch.rank_context import RankContext
-from ..logs import decisions
 from ..logs.progress import Progress
-from ..logs.records import Merged, Note, SessionClosed
+from ..logs.records import Merged, Note
 from ..logs.writer import SessionLog
 from ..ranks.watchdog import Watch
-from ..repeats.in_place import InPlaceCheck
 from ..repeats.repeated_call import RepeatedCall
+from ..repeats.replay import Replay
 from ..repeats.snapshot import Snapshot
 from ..search.messages import InPlaceReport, Message, Opening, RunReport
 from ..search.orders import Order, read_order
-from ..search.phases.pace import Cost
-from ..search.phases.step_gain import StepGain, cost_and_gain
 from ..search.reports import Reports
 from ..search.search import Search
 from ..timing.device_errors import as_launch_failed
@@ -45,7 +38,7 @@ from . import diagnosis
 from .diagnosis import Diagnosis
 from .function_state import FunctionState
 from .rank_run import RankRun
-from .recorder import Recorder, tuned_contexts
+from .recorder import Recorder, outcome_of, tuned_contexts
 from .report import TunedContext, TuningReport, step_times
 
 T = TypeVar("T")
@@ -98,10 +91,6 @@ class Session:
         self._launches: CallUnderWay  # of the last run
         self.in_place = ""  # what a further run changes though nobody declared it: nothing more is tried
         self.left: tuple[RankContext, ...] = ()  # the keys that stay untuned then
-        self._exchange_s = 0.0  # of the last run
-        self._step_ended = self._began
-        self._has_left = False  # a run, since the last order
-        self._apart_s: list[float] = []  # that runs took since the last order
         self._longest_run_s, self._asides = 0.0, 0  # in a row, as peers made no call
         self._may_resume = not state.orders.verifies  # another call has other inputs, and other bits
 
@@ -131,140 +120,70 @@ class Session:
     def replay(self, call: RepeatedCall[T], *, beside: tuple[T] | None = None) -> T:
         """Make runs of `call` until every context is settled, then once more; return the last result.
 
-        beside: the result of a settled run that the call has made before. Then that is returned, and the runs
-        here leave no effects, nor does one that raises.
+        beside: see `Replay`.
         """
+        function, written = self.function, self.state.written
         with self._reporting_failures():
-            snapshot = Snapshot(self.function.options.preserve)
-            checks = self.function.checks_in_place and not self.state.is_checked
-            check = InPlaceCheck(self.state.written) if checks else None
-            first: list[T] = []  # the result of the first run, until the second one is compared with it
-            self.state.written.begin_runs(beside, records=check is not None)
-            with contextlib.nullcontext() if beside is None else self._leaving_nothing(call, snapshot):
-                while True:
-                    try:
-                        with self._one_run(call):
-                            result = call()
-                            if self._run.outputs is not None:
-                                self._run.outputs.take_result(result)
-                    except PutAside:
-                        if beside is None:
-                            call.end()
-                            return result
-                        self._put_back()
-                        snapshot.restore()
-                        call.end_beside()
-                        return beside[0]
-                    is_done = self.state.orders.run.done
-                    if check is not None and first:
-                        if self._has_changed_in_place(check):
-                            return self._end_as_first(call, first[0], beside)
-                        check = None
-                        first.clear()
-                    if is_done and beside is None:
-                        self.close()
-                        call.end()
-                        return result
-                    if check is not None and not is_done:
-                        check.copy()
-                        if self._found_in_place("tensors" if check.compares else ""):
-                            first.append(result)
-                    del result  # a trial's outputs must not add to the memory of the next
-                    self._put_back()
-                    snapshot.restore()  # last: it is from before the call
-                    if check is not None and first and not self.function.repeats_first_plan:
-                        self._repeat_run(call)
-                        if self._has_changed_in_place(check):
-                            return self._end_as_first(call, first[0], beside)
-                        check = None
-                        first.clear()
-                        self._put_back()
-                        snapshot.restore()
-                    if is_done and beside is not None:
-                        self.close()
-                        call.end_beside()
-                        return beside[0]
+            checks = function.checks_in_place and not self.state.is_checked
+            makes_second = not function.repeats_first_plan
+            snapshot = Snapshot(function.options.preserve)
+            replay = Replay(self, call, written, snapshot, beside, checks=checks, makes_second=makes_second)
+            return replay.result()
 
-    def _repeat_run(self, call: RepeatedCall[Any]) -> None:
-        """Make the last run once more: its configs again, no samples."""
+    # -- a replayed call: see `repeats.replay.Runs` --------------------------------------------------------
+
+    @property
+    def is_done(self) -> bool:
+        return self.state.orders.run.done
+
+    def take_result(self, result: Any) -> None:
+        if self._run.outputs is not None:
+            self._run.outputs.take_result(result)
+
+    def repeat_run(self, call: RepeatedCall[Any]) -> None:
         launches, dispatcher = self._launches, self.state.dispatcher
         launches.repeats, dispatcher.run_under_way = True, launches
-        self.executions += 1
         try:
-            with self._under_way(launches, self._diagnosis.watch()):
-                self._stage = SessionStage.IN_FUNCTION
+            with self._in_function(launches, self._diagnosis.watch()):
                 call()
-                self._stage = SessionStage.BETWEEN_RUNS
         finally:
             dispatcher.run_under_way = None
 
-    def _has_changed_in_place(self, check: InPlaceCheck) -> bool:
-        """Compare the second run with the first; if they differ on some rank, end the session on all.
-
-        What the first run has left is put back, and the keys stay untuned.
-        """
-        with as_launch_failed(if_reported=True):
-            found = check.change()
-        found = self._found_in_place(found)
-        if not found:
-            self.state.is_checked = True
-            return False
-        check.put_back()
-        self.in_place = f"a further run changes {found}"
-        known = self.state.registry.by_name.values()
-        self.left = tuple(each for each in known if each.tuned is None and len(each.texts) > 1)
-        text = (
-            f"{self.function.name} changes {found}, in place: a second run with the same configs left other "
-            "values. They were put back, the call ended with its first run, and its keys stay untuned until "
-            'retune(). Name the tensor in preserve=, or in restore_value of the kernel, or use mode="online".'
-        )
-        self._drop(TuningError(text), outcome="changes in place")
-        warnings.warn(text, stacklevel=2)
-        return True
-
-    def _found_in_place(self, found: str) -> str:
-        """Return what the lowest rank has found that has found something; all ranks ask together."""
+    def found_in_place(self, found: str) -> str:
         if self.function.is_alone:
             return found
         report = InPlaceReport(self.function.facts({}), found)
         with self._dropping_searches():
             return self._exchange(report, lambda search: search.compare, InPlaceReport.sent_at).found
 
-    def _end_as_first(self, call: RepeatedCall[T], result: T, beside: tuple[T] | None) -> T:
-        if beside is not None:
-            call.end_beside()
-            return beside[0]
-        call.end(with_first=True)
-        return result
-
-    @contextlib.contextmanager
-    def _leaving_nothing(self, call: RepeatedCall[Any], snapshot: Snapshot) -> Iterator[None]:
-        """Put back what runs have changed if the block raises: the call's own run was before it."""
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(RuntimeError):  # of a broken device, as the block's own
-                self._put_back()
-                snapshot.restore()
-            call.end_beside()
-            raise
-
-    def _put_back(self) -> None:
-        """Put back the tensors that kernels are declared to change; log once which."""
-        if (names := self.state.written.restore()) and not self._has_put_back:
+    def has_put_back(self, names: str) -> None:
+        if not self._has_put_back:
             self._has_put_back = True
             text = f"put back before each further run, as restore_value or reset_to_zero names it: {names}"
             self._recorder.write(Note(text=text))
+
+    def end_checked(self, found: str) -> None:
+        if not found:
+            self.state.is_checked = True
+            return
+        self.in_place = f"a further run changes {found}"
+        known = self.state.registry.by_name.values()
+        self.left = tuple(each for each in known if each.tuned is None and len(each.texts) > 1)
+        text = diagnosis.changed_in_place(self.function.name, found)
+        self._drop(TuningError(text), outcome="changes in place")
+        warnings.warn(text, stacklevel=2)
+
+    # -- one run -------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def online(self) -> Iterator[None]:
         """Make the block one run, a trial of the session."""
         with self._reporting_failures():
-            if self._wants_apart:
+            if self._run.apart:
                 with self._run_apart():
                     yield
                 return
-            with self._one_run():
+            with self.one_run():
                 yield
             if not self.state.orders.run.has_work:
                 self.close()
@@ -315,62 +234,46 @@ class Session:
             self._drop(TuningError(failure), outcome=failure.partition(":")[0])
 
     @contextlib.contextmanager
-    def _one_run(self, again: Callable[[], Any] | None = None) -> Iterator[None]:
-        """Make the block one run: time it, exchange reports on it, and apply them.
+    def one_run(self, again: Callable[[], Any] | None = None) -> Iterator[None]:
+        """Make the block one run: time it, exchange reports on it, and apply the order.
 
         again: the function that the block calls, called once more where graph replays judge the run.
         """
-        state = self.state
+        dispatcher, run = self.state.dispatcher, self._run
         try:
-            launches = self._launches = self._run.begin()
-            self.executions += 1
-            watch = self._diagnosis.watch()
-            began = time.monotonic()
-            with self._under_way(launches, watch):
-                self._stage = SessionStage.IN_FUNCTION
-                with self._run.timed():
-                    yield
-                self._stage = SessionStage.BETWEEN_RUNS
+            launches, watch = run.begin(), self._diagnosis.watch()
+            self._launches, began = launches, time.monotonic()
+            with self._in_function(launches, watch), run.timed():
+                yield
             self._longest_run_s = max(self._longest_run_s, time.monotonic() - began)
-            if again is not None and self._run.is_replayed:
+            if again is not None and run.is_replayed:
                 self._replay_graph(again, launches, watch)
             with as_launch_failed(if_reported=True):
-                report = replace(
-                    self._run.report(self.elapsed_s),
-                    step_s=self._end_step(),
-                    apart=len(self._apart_s),
-                    apart_s=statistics.median(self._apart_s or [0.0]),
-                    exchange_s=self._exchange_s,
-                )
+                report = run.report(self.elapsed_s)
             with self._dropping_searches():
                 order = self._exchange(report, lambda search: search.step, watch.what, of_run=True)
             self._apply(order)
         finally:  # until then settled calls of other threads leave its contexts alone
-            state.dispatcher.run_under_way = None  # no function, before which a Ctrl-C might come
-
-    @property
-    def _wants_apart(self) -> bool:
-        """Whether the next run is one without a trial and an exchange: not behind one that has failed."""
-        return not self._has_left and len(self._apart_s) < self.state.orders.run.apart
-
-    def _end_step(self) -> float:
-        """Return the seconds since the run before has ended."""
-        began, self._step_ended = self._step_ended, time.monotonic()
-        return self._step_ended - began
+            dispatcher.run_under_way = None  # no function, before which a Ctrl-C might come
 
     @contextlib.contextmanager
     def _run_apart(self) -> Iterator[None]:
         """Make the block one run without a trial, as the last order says: nothing is read or exchanged."""
-        dispatcher = self.state.dispatcher
         try:
-            with self._under_way(dispatcher.begin_run(tunes=False), self._diagnosis.watch()):
-                self.executions += 1
-                self._stage = SessionStage.IN_FUNCTION
+            with self._in_function(self._run.begin_apart(), self._diagnosis.watch()):
                 yield
-                self._stage = SessionStage.BETWEEN_RUNS
-            self._apart_s.append(self._end_step())
+            self._run.end_apart()
         finally:
-            dispatcher.run_under_way = None
+            self.state.dispatcher.run_under_way = None
+
+    @contextlib.contextmanager
+    def _in_function(self, launches: CallUnderWay, watch: Watch) -> Iterator[None]:
+        """Make the block an execution of the function."""
+        self.executions += 1
+        with self._under_way(launches, watch):
+            self._stage = SessionStage.IN_FUNCTION
+            yield
+            self._stage = SessionStage.BETWEEN_RUNS
 
     @contextlib.contextmanager
     def _under_way(self, launches: CallUnderWay, watch: Watch) -> Iterator[None]:
@@ -408,17 +311,10 @@ class Session:
         self._recorder.record_contexts(run, orders, state.registry.by_name)
         self._run.apply_outcomes(run)
         self._recorder.record_outcomes(run, orders)
-        if order.run.remark:
-            self._recorder.write(Note(text=order.run.remark))
-            self.warning = order.run.remark
-        for context in state.publish(self.elapsed_s):
-            here = state.registry.by_name.get(context.name)
-            launches = 0 if here is None else here.launches_per_run
-            self._recorder.write(decisions.settled(run, context, launches=launches))
+        self.warning = order.run.remark or self.warning
+        self._recorder.record_settled(run, state.publish(self.elapsed_s), state.registry.by_name)
         self._recorder.record_forecast(orders)
         self._progress.update(orders.forecast, lambda: step_times(self._contexts()))
-        self._apart_s.clear()
-        self._has_left = False
         self._stage = SessionStage.BETWEEN_RUNS
 
     def _exchange(
@@ -448,7 +344,7 @@ class Session:
         self._asides = 0
         seconds, run = time.perf_counter() - began, -1
         if isinstance(message, RunReport):
-            run, self._exchange_s = state.orders.runs, seconds
+            run, self._run.exchange_s = state.orders.runs, seconds
         state.time_spent.add("exchanges_s", seconds)
         self._recorder.record_exchange(run, len(sent), len(received), seconds * 1e3)
         order = read_order(received)
@@ -516,7 +412,7 @@ class Session:
 
     def _leave(self, error: BaseException) -> None:
         """Leave a run that failed on some rank: no rank counts it, and the next call may make it again."""
-        registry, self._has_left = self.state.registry, True
+        registry = self.state.registry
         registry.forget([name for name, context in registry.by_name.items() if not context.announced])
         self._stage = SessionStage.INTERRUPTED
         self._interrupted_by = described(error)  # not the error: it holds the function's variables
@@ -547,56 +443,37 @@ class Session:
         state.known.close()
         self._run.close()
         self.function.group.leave()
-        launched = [orders.contexts[name] for name in sorted(self._run.launched & orders.contexts.keys())]
-        left = [each for each in launched if each.provisional and not each.result.is_left_out]
-        if error is not None:
-            outcome = outcome or type(error).__name__
-        elif not all(context.status for context in launched):
-            outcome = "unfinished"
-        else:
-            outcome = "partial" if left else "settled"
-        starved = [context.title for context in left if context.status == "starved"]
-        ending = diagnosis.warning_at_end(self.function, self._run, starved, has_failed=self.has_failed)
+        names = sorted(self._run.launched & orders.contexts.keys())
+        launched = [orders.contexts[name] for name in names]
+        outcome = outcome or outcome_of(launched, error)
+        ending = diagnosis.warning_at_end(self.function, self._run, launched, has_failed=self.has_failed)
         self.warning = ending or self.warning
         if outcome == "settled" or isinstance(error, NoValidConfig):
             orders.crash_bans = {}
             state.guard.close()
-        contexts, spent = self._contexts(), asdict(state.time_spent.seconds)
-        cost, gain = self._cost_and_gain
-        counts = {"runs": self.executions, "contexts": len(contexts), "seconds": self.elapsed_s, **spent}
-        counts |= {"cost": cost, "gain": gain}
-        ended, step = f"{outcome} after {counted(self.executions, 'run')}", step_times(contexts)
-        parts = [ended if step is None else f"{ended}: {step}", *cost_and_gain(cost, gain)]
-        self._progress.close("; ".join(parts))
-        operations = tuple(self.state.dispatcher.announced)
-        closed = SessionClosed(outcome=outcome, warning=self.warning, operations=operations, **counts)
-        self._recorder.write(closed)
-        self._recorder.close()
-
-    @property
-    def _cost_and_gain(self) -> tuple[Cost | None, StepGain | None]:
-        run = self.state.orders.run
-        is_online = self.function.options.mode == "online" and self.function.tunes
-        return (run.cost, run.gain) if is_online else (None, None)
+        report = self.report()
+        self._progress.close(report.ending(outcome))
+        self._recorder.record_end(report, outcome)
 
     def report(self) -> TuningReport:
         """Return the report of the session so far."""
-        cost, gain = self._cost_and_gain
+        run, state, function = self.state.orders.run, self.state, self.function
+        is_online = function.options.mode == "online" and function.tunes
         return TuningReport(
             runs=self.executions,
-            function=self.function.name,
+            function=function.name,
             session=self._recorder.session,
             contexts=self._contexts(),
-            world_size=len(self.function.group.ranks),
+            world_size=len(function.group.ranks),
             seconds=self.elapsed_s,
-            clock=type(self.function.clock).__name__,
+            clock=type(function.clock).__name__,
             log_dir=self._log_dir,
             warning=self.warning,
-            spent=self.state.time_spent.seconds,
-            cost=cost,
-            gain=gain,
-            outlook=None if self.is_over else self.state.orders.forecast,
-            operations=tuple(self.state.dispatcher.announced),
+            spent=state.time_spent.seconds,
+            cost=run.cost if is_online else None,
+            gain=run.gain if is_online else None,
+            outlook=None if self.is_over else state.orders.forecast,
+            operations=tuple(state.dispatcher.announced),
         )
 
     def _contexts(self) -> tuple[TunedContext, ...]:

@@ -11,6 +11,7 @@ from rank_programs import (
     tune,
 )
 
+import dist_autotune.tuner.rank_run
 import dist_autotune.tuner.session
 from dist_autotune.logs.records import Note
 from dist_autotune.timing.samples import READ_WITHIN_RUNS
@@ -175,7 +176,8 @@ def test_training_costs_no_more_than_the_overhead_while_it_is_tuned_and_is_bit_e
 
     def train(rank, wrap, steps):
         time, bench, weight, losses, ended_s = PretendedTime(), Bench(), torch.ones(64), [], [100.0]
-        monkeypatch.setattr(dist_autotune.tuner.session, "time", time)
+        for module in (dist_autotune.tuner.session, dist_autotune.tuner.rank_run):
+            monkeypatch.setattr(module, "time", time)
         kernel = bench.kernel(ms)
 
         def thunk(n):
