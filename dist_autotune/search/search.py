@@ -175,7 +175,7 @@ class Search:
             compares_outputs=state.compares_outputs,
             counts=state.has_counted_run,
             is_pending=run.run.is_pending,
-            apart=state.runs_apart,
+            apart=state.apart,
             done=state.done,
             has_work=state.has_work,
             wants_another=is_cut_short and any(c.status == "partial" for c in state.contexts.values()),

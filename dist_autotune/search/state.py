@@ -42,7 +42,8 @@ class SearchState:
         self.kept: dict[str, Context] = {}  # settled in earlier sessions, and not launched in this one
         self.kernels = KernelFamilies()
         self.race_runs: RaceRuns | TakeTurns | None = None  # what the whole run judges, under way
-        self.runs = 0
+        self.runs = 0  # with those `apart`
+        self.apart = 0  # so many runs without a trial come before the next exchange
         self.done = False
         self.closing = not rules.tunes
         self.has_counted_run = False  # the time of the last run as a whole was a sample
@@ -181,7 +182,7 @@ class SearchState:
         """Begin a session: take up what earlier ones left unfinished."""
         before, self._made = self.runs, RunsMade()
         self._sessions += 1
-        self.runs = self._idle_runs = 0
+        self.runs = self.apart = self._idle_runs = 0
         self.pace.open()
         self._pays_back = self._has_compared = False
         self.steps.leave()
@@ -287,6 +288,7 @@ class SearchState:
         self._end_online()
         self._end_if_idle(report, is_idle=is_idle, was_closing=was_closing)
         self._apply_plan()
+        self._let_runs_apart()
         return outcomes
 
     def _end_online(self) -> None:
@@ -309,21 +311,20 @@ class SearchState:
         for name, context in self.contexts.items():
             context.next_run = NextRun(plan.get(name), is_compared and name in plan)
 
-    @property
-    def runs_apart(self) -> int:
-        """Return how many runs without a trial come before the next exchange: none while news is awaited."""
+    def _let_runs_apart(self) -> None:
+        """Count the runs without a trial that come before the next exchange: none while news is awaited."""
         awaits = any(context.waiting or context.compiling for context in self.contexts.values())
         awaits |= self.run_phase is not None and self.run_phase.waiting
-        if awaits or not (self.pace.holds or self._pays_back):
-            return 0
+        wanted = 0 if awaits or not (self.pace.holds or self._pays_back) else self.pace.steps_apart
         left = math.inf if self.rules.max_runs is None else self.rules.max_runs - self.runs - 2
-        return int(max(min(self.pace.steps_apart, left), 0))
+        self.apart = int(max(min(wanted, left), 0))
+        self.runs += self.apart
+        for context in self.contexts.values():  # they launch what the others do
+            context.last_run += self.apart * (context.last_run > 0)
 
     def _count_run(self, report: AgreedRun) -> None:
         """Count a run as a trial, as a wait for a trial's time, or as held until candidates are compiled."""
-        self.runs += 1 + report.apart
-        for context in self.contexts.values():  # runs apart launch what the others do
-            context.last_run += report.apart * (context.last_run > 0)
+        self.runs += 1
         is_new = any(part.announcement for part in report.parts.values())
         is_trial = any(each.is_on_trial for each in self._trials)
         is_compiling = any(context.compiling for context in self.contexts.values())

@@ -39,7 +39,7 @@ class Training(Simulation):
         return STEP_S + 1e-3 * LAUNCHES * sum(self.own_ms[candidate] for candidate in plan.values())
 
     def run(self):
-        self.apart = self.tuning.runs_apart if self.plans else 0
+        self.apart = self.tuning.apart
         plan = {name: self._candidate(name) for name in self.contexts}
         self.plans += [plan] * self.apart
         for _ in range(self.apart + 1):
