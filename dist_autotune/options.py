@@ -20,7 +20,7 @@ from .errors import CacheWarning, InvalidOption
 DEFAULT_N_REPEAT = 5
 DEFAULT_N_WARMUP = 3
 LONGEST_FILLER_MS = 1000.0
-DEFAULT_OVERHEAD, FREE_S = 0.15, 0.5  # online; a job does not feel so many seconds
+DEFAULT_OVERHEAD, FREE_S = 0.15, 10.0  # online; a job does not feel so short a session
 
 
 VALUES = {  # the texts that an option takes; what is not here takes something else
@@ -64,7 +64,7 @@ class Options:
         max_runs: runs of a session, the final one included; None: 4 x what the search plans.
         budget_s: seconds since the session's first call, all included, after which the best so far wins.
         overhead: the share of the time that tuning may take, online: trials are spread over as many steps as
-            that needs. None: 0.15, beyond a session's first 0.5 s. A replayed call makes trials only.
+            that needs. None: 0.15, where a session lasts for more than 10 s. Replay makes trials only.
         compile_jobs: candidates that a rank compiles at a time; None: one on each core of its share of the
             host, online on half of them.
         filler_ms: the longest that a trial may begin later for its kernels to be timed without the host's

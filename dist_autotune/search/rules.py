@@ -26,7 +26,7 @@ class Rules:
     max_runs: int | None = None
     budget_s: float | None = None
     overhead: float | None = None  # of a step, that tuning may take online; None: no limit
-    free_s: float = 0.0  # seconds that it may take before
+    free_s: float = 0.0  # seconds of a session before that counts
     bits: str = "any"  # | "same" | "check": see `verify_bits`
     tries_all: bool = False  # search="racing", as the user has asked
     tunes: bool = True  # False: nothing is ever tried, incumbents only (DIST_AUTOTUNE_MODE=cached)

@@ -18,7 +18,6 @@ from ...formatting import counted
 
 STALE = 0.97  # of what steps without a trial took: a trial that takes less tells that they do by now
 LENT_STEPS = 64  # their overhead may be spent before they are made
-LOOKS_AFTER = 20  # times what a session may spend freely: shorter ones hold trials only
 LOOK = 3  # steps at a time that tell what one without tuning takes
 RECENT = 9  # of these steps without a trial that tell what a settled one takes; behind the last trial all do
 MOST_TRIED = 12  # steps with a trial in a row; then one tells what those without it take by now
@@ -63,7 +62,7 @@ class Cost(Struct, frozen=True):
 class Pace:
     """Decides on the deciding rank which steps hold trials. Without an `overhead` all may.
 
-    free_s: seconds that may be spent before any step is held back.
+    free_s: seconds of a session before any step is held back; a shorter one pays nothing back.
     """
 
     def __init__(self, overhead: float | None, free_s: float) -> None:
@@ -105,18 +104,17 @@ class Pace:
         self._held += steps
 
     def _is_to_hold(self, overhead: float) -> bool:
-        if self._held >= MOST_HELD:
+        if self._held >= MOST_HELD or not self.is_felt:
             return False
         most = MOST_TRIED if self._quiet_s else 1
-        lent_s = max(overhead * LENT_STEPS * self.step_s, self._free_s)
+        lent_s = overhead * LENT_STEPS * self.step_s
         self._is_refilling = self._owed_s > lent_s * (REFILLED if self._is_refilling else 1)
-        return self._is_refilling or (self._tried >= most and self.is_felt)
+        return self._is_refilling or self._tried >= most
 
     @property
     def is_felt(self) -> bool:
-        """Return whether the session has lasted so long that it is worth a look at what it costs."""
-        is_limited = self._overhead is not None
-        return is_limited and sum(self._seconds.values()) >= LOOKS_AFTER * self._free_s
+        """Return whether the session lasts so long that a program may feel it."""
+        return self._overhead is not None and sum(self._seconds.values()) >= self._free_s
 
     @property
     def steps_apart(self) -> int:
@@ -124,7 +122,7 @@ class Pace:
         if self._overhead is None or not self.step_s or not (self.holds or self._repaid):
             return 0
         lent_s = 0.0 if self._repaid else self._overhead * LENT_STEPS * self.step_s * REFILLED
-        left = (self._owed_s - max(lent_s, self._free_s)) / (self._overhead * self.step_s)
+        left = (self._owed_s - lent_s) / (self._overhead * self.step_s)
         least = LOOK if len(self._quiet_s) < RECENT else 0
         return min(max(math.ceil(left) - 1, least), MOST_APART - 1)
 
@@ -141,13 +139,11 @@ class Pace:
 
     def pays_back(self) -> bool:
         """Return whether another step is to be made, as too much was spent by the last trial; count it."""
-        if self._overhead is None or self._repaid >= MOST_REPAID:
+        if not self.is_felt or self._repaid >= MOST_REPAID:
             return False
         if not self._repaid:
-            if self._free_s and self._owed_s <= self._free_s:
-                return False
             self._quiet_s.clear()
-        owes = self._repaid < RECENT or self._owed_s > self._free_s
+        owes = self._repaid < RECENT or self._owed_s > 0
         self._repaid += owes * (1 + self.steps_apart)
         return owes
 

@@ -93,8 +93,8 @@ def test_without_a_limit_every_step_is_a_trial():
     assert all(session.tried)
 
 
-@pytest.mark.parametrize(("seconds", "is_held"), [(0.25, True), (60.0, False)])
-def test_what_a_session_may_spend_freely_holds_no_step_back(seconds, is_held):
+@pytest.mark.parametrize(("seconds", "is_held"), [(5.0, True), (60.0, False)])
+def test_no_step_of_a_short_session_is_held_back(seconds, is_held):
     session = Training(overhead=0.15, free_s=seconds)
     session.session()
     assert all(session.tried) != is_held
