@@ -292,16 +292,12 @@ class Registry:
 
     def new_sources(self) -> dict[str, str]:
         """Return the source digests of the functions in the kernels that this run announces, by name."""
-        reports = ((context, context.run.report) for context in self._active)
-        announced = [context for context, report in reports if report is not None and report.announcement]
-        new = {name for context in announced for name, _ in context.identity.source.texts}
         texts: dict[str, set[str]] = {}
-        if not new:
-            return {}
-        for context in self.by_name.values():
-            for name, text in context.identity.source.texts:
-                texts.setdefault(name, set()).add(text)
-        return {name: " ".join(sorted(digests)) for name, digests in texts.items() if name in new}
+        for context in self.reported():
+            if context.run.report is not None and context.run.report.announcement is not None:
+                for name, text in context.identity.source.texts:
+                    texts.setdefault(name, set()).add(text)
+        return {name: " ".join(sorted(digests)) for name, digests in texts.items()}
 
     def apply_outcomes(
         self, orders: Mapping[str, ContextOrder], outcomes: Mapping[str, Outcome], *, late_ms: float
