@@ -24,9 +24,7 @@ SELDOM = (
     "{} launches it too seldom to try its configs. Decorate the function that launches it, such as an "
     "evaluation, with @contextual_autotune: it is tuned in its first call (docs/training-scripts.md)."
 )
-ATTEMPTS = (
-    3  # calls that ask about a key; so many questions in a row that a rank does not answer end the asking
-)
+ATTEMPTS = 3  # calls that ask about a key, and questions in a row without an answer that end the asking
 
 
 class SettledCalls:
@@ -44,7 +42,6 @@ class SettledCalls:
         self._has_failing = False  # a settled config fails here: this rank asks before its next call
         self._told_of = ""  # the session behind which stderr has a line
         self._met: collections.Counter[str] = collections.Counter()  # online: in how many settled calls
-        self._online: tuple[set[str], set[str]] = set(), set()  # contexts that have asked; that are logged
 
     @property
     def untuned(self) -> tuple[tuple[str, Any, str], ...]:
@@ -112,8 +109,6 @@ class SettledCalls:
             why = "watch=False" if state.function.tunes else f"DIST_AUTOTUNE_MODE={mode}"
             self._leave_untuned(new, self._stopped or why)
             return False
-        if self._options.mode == "online":
-            self._note_waiting(new)
         if count is None:
             return state.function.is_alone and bool(due)
         self._has_failing = any(each.tuned is not None for each in new)
@@ -179,14 +174,9 @@ class SettledCalls:
         if self._options.mode != "online" or context.claim is not None or context.tuned is not None:
             return True
         self._met[context.name] += 1
-        return self._met[context.name].bit_count() == 1  # 1, 2, 4, 8, ...: its sessions have not launched it
-
-    def _note_waiting(self, new: Iterable[RankContext]) -> None:
-        """Warn, once each, of keys that ask for a session again: the last one has not launched them."""
-        before, noted = self._online
-        asking = {context.name: context.title for context in new if context.claim is None}
-        for name in sorted(asking.keys() & before - noted):
-            noted.add(name)
-            self._note(text := f"{asking[name]} waits for launches: {SELDOM.format(self._name)}")
+        if (
+            self._met[context.name] == 2 and not self._stopped
+        ):  # the first session did not launch it
+            self._note(text := f"{context.title} waits for launches: {SELDOM.format(self._name)}")
             logging.getLogger("dist_autotune").warning("%s", text)
-        before.update(asking)
+        return self._met[context.name].bit_count() == 1  # 1, 2, 4, 8, ...
