@@ -39,7 +39,7 @@ class SettledCalls:
         self._asked: collections.Counter[str] = collections.Counter()  # contexts: in how many calls
         self._stopped = ""  # why no key asks for a session
         self._unanswered = 0  # questions in a row that some rank gave no answer to
-        self._has_failing = False  # a settled config fails here: this rank asks before its next call
+        self._has_unshared = False  # results that no session has shared: this rank asks before its next call
         self._told_of = ""  # the session behind which stderr has a line
         self._met: collections.Counter[str] = collections.Counter()  # online: in how many settled calls
 
@@ -59,7 +59,7 @@ class SettledCalls:
         self._stopped = ""
         self._untuned.clear()
         self._asked.clear()
-        self._unanswered, self._has_failing = 0, False
+        self._unanswered, self._has_unshared = 0, False
 
     def begin(self, state: FunctionState, *, retunes: bool) -> bool:
         """Begin a call of several ranks; return whether all open a session in it. retunes: this one is to.
@@ -69,7 +69,7 @@ class SettledCalls:
         if (count := state.call_count) is None:
             return False
         count.begun += 1
-        if not (retunes or count.is_called or (self._has_failing and self.is_heard)):
+        if not (retunes or count.is_called or (self._has_unshared and self.is_heard)):
             return False
         count.is_called, count.asks_before = False, count.begun
         try:
@@ -111,7 +111,7 @@ class SettledCalls:
             return False
         if count is None:
             return state.function.is_alone and bool(due)
-        self._has_failing = any(each.tuned is not None for each in new)
+        self._has_unshared = any(each.tuned is not None for each in new)
         return bool(asking) and self._ask(state, count, asking)
 
     def _ask(self, state: FunctionState, count: CallCount, asking: Collection[RankContext]) -> bool:
@@ -174,9 +174,7 @@ class SettledCalls:
         if self._options.mode != "online" or context.claim is not None or context.tuned is not None:
             return True
         self._met[context.name] += 1
-        if (
-            self._met[context.name] == 2 and not self._stopped
-        ):  # the first session did not launch it
+        if self._met[context.name] == 2 and not self._stopped:  # the first session did not launch it
             self._note(text := f"{context.title} waits for launches: {SELDOM.format(self._name)}")
             logging.getLogger("dist_autotune").warning("%s", text)
         return self._met[context.name].bit_count() == 1  # 1, 2, 4, 8, ...
