@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ..exchange.call import NumberedCalls
 from ..moe.launch import check_experts
 from ..moe.tokens import check_choices
-from ..signals import Failure
+from ..signals import Failure, read_failure
 from ..tensors import Apart, check_fp8, check_no_gradient, check_out, check_sizes, check_tensor
 from .launches import Dispatched, Launches, Sizes
 from .slots import NOT_DISPATCHED, NOT_RETURNED, OTHER_FORMAT, OVER_CAPACITY, SCALED
@@ -92,6 +92,7 @@ class ExpertParallel(NumberedCalls):
         most = world * self.tokens_per_rank * min(self.topk, own_experts)
         self.capacity = min(given or most, most)
         sizes = Sizes(self.tokens_per_rank, self.hidden, own_experts, self.topk, self.capacity)
+        self._has_told_peers = False
         self._launches = Launches(memory, self._errors, sizes, self.dtype)
 
     # ---- what the caller may use
@@ -351,6 +352,19 @@ class ExpertParallel(NumberedCalls):
             raise ValueError(f"{shapes}: they must be of one shape")
 
     # ---- failures
+
+    def _failure(self) -> Exception | None:
+        """Return the exception for the error records; tell peers once where rows did not find room here.
+
+        They have sums of rows that were not kept, and must not wait for this rank's next call.
+        """
+        error = super()._failure()
+        own = read_failure(int(self._error_records[self.rank]))
+        if own is not None and not self._has_told_peers:
+            self._has_told_peers = True
+            self._bulletin.tell_broken(self._calls, str(error))
+            self._leave_peers()
+        return error
 
     def _describe(self, peer: int, failure: Failure) -> str:
         if failure.kind == OVER_CAPACITY.value:

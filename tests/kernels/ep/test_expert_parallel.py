@@ -110,15 +110,16 @@ def _round_trips(rank: int) -> Cases:
 
         return run
 
-    return {
-        "any": case("any", 2, [TOKENS, 7], False),
+    cases = {
         "other candidates": case("any", 3, [TOKENS, 5, 11], True),
         "a rank without tokens": case("any", 2, [0, TOKENS], False),
-        "one expert": case("one", 1, [9, TOKENS], False),
-        "duplicates": case("duplicates", 2, [TOKENS], False),
         "dropped": case("dropped", 2, [TOKENS, 3], False),
         "skewed": case("skewed", 2, [TOKENS, 8], False),
     }
+    if world == 2:
+        cases["one expert"] = case("one", 1, [9, TOKENS], False)
+        cases["duplicates"] = case("duplicates", 2, [TOKENS], False)
+    return cases
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -165,16 +166,19 @@ def test_ranks_that_dispatch_in_other_formats_are_named(rank):
     op.abandon()
 
 
-@on_ranks(2)
-def test_more_rows_than_the_capacity_are_an_error_by_name(rank):
+@on_ranks(2, timeout_s=60)
+def test_more_rows_than_the_capacity_are_an_error_by_name_on_all_ranks(rank):
     op = opened(4, 2, capacity=10)
     x, ids = torch.randn(TOKENS, HIDDEN), torch.zeros(TOKENS, 2, dtype=torch.int64)  # all to rank 0
-    with contextlib.suppress(ValueError):
+    found = "brought 96 rows to rank 0; capacity=10 are kept. Raise capacity="
+    with contextlib.suppress(ValueError, RuntimeError):  # a peer may hear of it in this call, or in the next
         op.dispatch(x, ids)
+    synchronize()
+    for _ in range(2):
+        with pytest.raises(ValueError if rank == 0 else RuntimeError, match=found):
+            op.dispatch(x, ids)
     if rank == 0:
-        with pytest.raises(
-            ValueError, match=r"brought 96 rows to rank 0; capacity=10 are kept.*Raise capacity="
-        ):
+        with pytest.raises(ValueError, match=found):
             op.check()
     synchronize()
     op.abandon()
