@@ -13,11 +13,10 @@ import triton
 import triton.language as tl
 
 from ..configs import INTERPRETED, prune_overlapped, take_first
-from ..exchange.flags import ARRIVED
+from ..exchange.flags import ARRIVED, NOT_PUSHED
 from ..exchange.peers import Peers, release_if_given_up, wait_for_flag
 from ..products import store_rows
 from ..tiles import grouped_tile
-from .announcer import NOT_PUSHED
 from .launch import CPU_TILES, GPU_TILES, with_fields
 from .products import Weight, describe_weight, multiply_rows, table_of
 from .routing import ENTRY

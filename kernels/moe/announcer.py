@@ -22,9 +22,8 @@ TOPK_SPAN = tl.constexpr(64)
 MOST_CHOICES = 63  # of a token
 MOST_TOKENS = 2**24 - 1  # of a rank: ROWS_SENT stays below GIVEN_UP
 
-# The kinds of failure records.
-NOT_TOLD = tl.constexpr(1)
-NOT_PUSHED = tl.constexpr(2)
+# The kinds of failure records, beside `exchange.flags.NOT_PUSHED`, which is 1.
+NOT_TOLD = tl.constexpr(2)
 OTHER_TOKENS = tl.constexpr(3)
 OTHER_TOPK = tl.constexpr(4)
 NO_EXPERT = tl.constexpr(5)

@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 
 from ..configs import INTERPRETED, prune_overlapped, take_first
-from ..exchange.flags import ARRIVED, DONE
+from ..exchange.flags import ARRIVED, DONE, NOT_PUSHED
 from ..exchange.peers import Peers, is_any_lost, release_if_given_up, wait_for_all, wait_for_flag
 from ..products import store_rows
 from ..signals import count_up, notify, poll_until, record_failure
 from ..tiles import claim_number, grouped_tile
-from .announcer import NOT_COMPUTED, NOT_PUSHED
+from .announcer import NOT_COMPUTED
 from .launch import CPU_TILES, GPU_TILES, with_fields
 from .products import (
     Weight,
