@@ -7,16 +7,17 @@ operator takes the host 80 us, this 15 (torch 2.13, one CPU core, 2026-11-28).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-
-from .ordering import keep_in_order
+from torch._library.effects import EffectType
 
 LIBRARY = torch.library.Library("dist_autotune", "FRAGMENT")
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
+INDUCTOR = "torch._inductor.lowering"  # loading it takes seconds: who compiles with it has
 
 
 class Operator:
@@ -43,7 +44,7 @@ class Operator:
         self.registered = getattr(torch.ops.dist_autotune, name)
         self.compute, self.gradients, self.keep = compute, gradients, keep
         if meets_peers:
-            shapes = keep_in_order(LIBRARY, name, shapes)
+            shapes = _keep_in_order(name, shapes)
         name = f"dist_autotune::{name}"
         torch.library.register_fake(name, shapes, lib=LIBRARY)
         if gradients is not None:
@@ -145,3 +146,44 @@ def _flattened(values: Iterable[Any]) -> tuple[list[Any], Form]:
 def _nested(flat: Sequence[Any], form: Form) -> tuple[Any, ...]:
     left = iter(flat)
     return tuple([next(left) if length is None else [next(left) for _ in range(length)] for length in form])
+
+
+# ---- the order of calls in compiled graphs
+
+# Compilers move calls that do not need each other, by sizes that may differ between ranks: then ranks would
+# wait for each other in different calls. An effect orders the calls of a graph, forward and backward.
+# Inductor drops that order when it lowers them (torch 2.13: it files it under a buffer's name and looks for
+# an operation's), so each call is lowered here, behind the call before it.
+
+
+def _keep_in_order(name: str, shapes: Callable[..., Any]) -> Callable[..., Any]:
+    """Order the operator's calls, also those whose result nobody reads; return `shapes`, to be registered."""
+    packet = getattr(torch.ops.dist_autotune, name)
+    LIBRARY._register_effectful_op(f"dist_autotune::{name}", EffectType.ORDERED)
+    for operator in (packet, packet.default):
+        torch.fx.node.has_side_effect(operator)
+
+    def traced(*arguments: Any, **options: Any) -> Any:
+        inductor = sys.modules.get(INDUCTOR)
+        if inductor is not None and packet.default not in inductor.lowerings:
+            inductor.lowerings[packet.default] = _in_order(inductor, packet.default)
+        return shapes(*arguments, **options)
+
+    return traced
+
+
+def _in_order(inductor: Any, operator: Any) -> Callable[..., Any]:
+    """Return a lowering of the operator that comes behind all that went this way in the graph."""
+    lower = inductor.fallback_handler(operator, add_to_fallback_set=False)
+
+    def lower_behind(*arguments: Any, **options: Any) -> Any:
+        graph = inductor.V.graph
+        begin, before = len(graph.operations), graph.effectful_ops.get(INDUCTOR)
+        result = lower(*arguments, **options)
+        call = graph.operations[begin]
+        if before is not None:
+            graph.additional_star_deps[call.get_operation_name()].add(before.get_name())
+        graph.effectful_ops[INDUCTOR] = call
+        return result
+
+    return lower_behind
