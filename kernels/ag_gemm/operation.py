@@ -162,9 +162,6 @@ class AllGatherGemm(NumberedCalls):
         self._held = GatherMemory(*memory)
         self._layouts: dict[Hashable, GatherLayout] = {}  # by those of tensors that have been checked
 
-    def _check_peers(self) -> None:
-        self._collective.check()
-
     def _other_rows(self) -> str:
         return self._collective.differing()
 

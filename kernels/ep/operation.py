@@ -47,6 +47,7 @@ class ExpertParallel(NumberedCalls):
     `contextual_autotune`.
     """
 
+    _agrees = False
     _travels = "kernels write rows to the peers"
     _wrong_calls = (OVER_CAPACITY.value, OTHER_FORMAT.value)
     _mend_calls = ""
@@ -286,21 +287,8 @@ class ExpertParallel(NumberedCalls):
         else:
             self._combine(d.rows, d, weights, None)
 
-    def _ask_peers(self) -> None:
-        """Hosts agree on nothing."""
-
-    def _leave_hosts(self) -> None:
-        if self._meeting is not None:
-            self._meeting.leave()
-
     def _leave_peers(self) -> None:
         self._launches.leave()
-
-    def _make_owed_collectives(self, given: tuple[Any, ...], agreed: Any) -> None:
-        """There is none."""
-
-    def _collectives(self, plan: None) -> list[Callable[[], None]]:
-        return []
 
     # ---- checks
 

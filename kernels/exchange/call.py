@@ -42,7 +42,8 @@ class NumberedCalls(Operation):
     """An operation whose calls are made as this module says; it supplies the steps that are its own."""
 
     _puts: ClassVar[bool] = False  # it has a step `_put`
-    _collective: Collective  # by which hosts agree
+    _agrees: ClassVar[bool] = True  # hosts agree on the way of a call, by `_collective`
+    _collective: Collective
     _pushes: Pushes
 
     def _call(self, *given: Any) -> Any:
@@ -116,7 +117,11 @@ class NumberedCalls(Operation):
 
     def _ask_peers(self) -> tuple[int, int] | None:
         """Return way and terms of peers that are ahead, None without ballots; or raise RefusedByPeer."""
-        return self._collective.refuse()
+        return self._collective.refuse() if self._agrees else None
+
+    def _check_peers(self) -> None:
+        if self._agrees:
+            self._collective.check()
 
     @abc.abstractmethod
     def _stand_in(self, went_ahead: tuple[int, int] | None, *given: Any) -> None:
@@ -134,7 +139,8 @@ class NumberedCalls(Operation):
         absence.leave(self._pushes, self._patience_s())
 
     def _leave_hosts(self) -> None:
-        self._collective.leave()
+        if self._agrees:
+            self._collective.leave()
         if self._meeting is not None:
             self._meeting.leave()
 
@@ -184,6 +190,8 @@ class NumberedCalls(Operation):
 
         And those of later calls in which peers have gone ahead.
         """
+        if not self._agrees:
+            return
         if agreed is None:
             went_ahead = self._collective.ahead()
             if went_ahead is not None:
@@ -194,9 +202,9 @@ class NumberedCalls(Operation):
         while (went_ahead := self._collective.leave_next()) is not None:
             self._stand_in(went_ahead, *given)
 
-    @abc.abstractmethod
     def _collectives(self, plan: Any) -> list[Callable[[], None]]:
         """Return what makes each collective of such a call, with any data."""
+        return []
 
     def _explain_capture(self, error: BaseException) -> None:
         if isinstance(error, SymmetricMemoryError):

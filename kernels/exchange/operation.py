@@ -207,9 +207,9 @@ class Operation(Shared):
         if not self._is_closed:
             self._check_call()
 
+    @abc.abstractmethod
     def _check_peers(self) -> None:
         """Raise if peers made other calls, as far as hosts can tell: the device may wait for such a peer."""
-        return
 
     def meet_first(self) -> None:
         """Have the kernels of each eager call from now on begin when all peers have come to it; collective.

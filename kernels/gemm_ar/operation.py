@@ -147,9 +147,6 @@ class GemmAllReduce(NumberedCalls):
     def _takes_low_latency(self, rows: int) -> bool:
         return self._has_low_latency and rows <= mail.MOST_ROWS
 
-    def _check_peers(self) -> None:
-        self._ways.check()
-
     def _other_rows(self) -> str:
         return self._ways.differing()
 

@@ -143,9 +143,6 @@ class GemmReduceScatter(NumberedCalls):
         self._layouts: dict[Hashable, ScatterLayout] = {}  # by those of tensors that have been checked
         self._launches: dict[int | None, ScatterCall] = {}  # by step
 
-    def _check_peers(self) -> None:
-        self._collective.check()
-
     def _other_rows(self) -> str:
         return self._collective.differing()
 

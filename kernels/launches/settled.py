@@ -183,7 +183,7 @@ class ShapeLaunch(Generic[Shape]):
         settled = self._settled
         if not self._launches.is_current(settled):
             settled = self._settled = self._launches.find(self._shape)
-            self._prepared = settled and settled.prepared(self._matrices)
+            self._prepared = None if settled is None else settled.prepared(self._matrices)
         if settled is None or self._prepared is None:
             self._ask(addresses, tensors, scalars)
             return

@@ -123,9 +123,6 @@ class ExpertOperation(NumberedCalls):
         self._arrived = self._memory.hold(arrived)
         self._collective = self._open_collective(self._memory)
 
-    def _check_peers(self) -> None:
-        self._collective.check()
-
     # ---- one call, see `exchange.call`
 
     def _plan(self, given: tuple[Any, ...], is_capturing: bool) -> ExpertPlan:
