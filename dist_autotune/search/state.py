@@ -164,9 +164,12 @@ class SearchState:
 
     def _meanwhile(self, name: str) -> Meanwhile:
         """Return what the session knows by now, for the search of a context."""
-        context, run_ms = self.contexts[name], 1e3 * self.pace.step_s if self.rules.mode == "online" else 0.0
-        part = context.launches * context.device_ms[0] / run_ms if run_ms else 1.0
-        return Meanwhile(self._times_so_far(context.kernel_id), min(part, 1.0))
+        context, is_online = self.contexts[name], self.rules.mode == "online"
+        run_ms = 1e3 * self.pace.step_s if is_online else 0.0
+        told, (least_ms, most_ms) = self._times_so_far(context.kernel_id), context.device_ms
+        part = min(context.launches * least_ms / run_ms, 1.0) if run_ms else 1.0
+        most = min(context.launches * most_ms / run_ms, 1.0) if run_ms and most_ms else 1.0
+        return Meanwhile(told, part, most, is_online)
 
     def newly_final(self) -> list[Context]:
         """Return the contexts whose result is final and new since this was last asked."""

@@ -13,6 +13,7 @@ from .fields import UNKNOWN, Fills, TimesByKey
 from .model import Expectation
 
 GAIN = 0.01  # an untried candidate must win by more ...
+SMALL = 0.01  # of an online run: a key that takes less is decided without a trial of another candidate
 GAIN_OF_RUN = 0.003  # ... and by more of a run, where it is known what that takes
 OF_SMALL = 0.2  # what one must win by of a key's own time, for that: then at most a quarter is tried
 OWN_SHARE = 0.5  # of a time, that is the candidate's own for sure; of less, others learn nothing
@@ -51,7 +52,9 @@ class Meanwhile:
     """What the session knows by now."""
 
     told: TimesByKey = field(default_factory=dict)  # by the kernel's keys, this one too
-    part: float = 1.0  # of a run, that this key takes
+    part: float = 1.0  # of a run, that this key takes for sure
+    most: float = 1.0  # of a run, that this key may take
+    is_online: bool = False  # what it takes is known behind the first candidate's trial
 
 
 class TrialOrder:
@@ -79,11 +82,13 @@ class TrialOrder:
         self._failed: set[int] = set()
         self._gain = GAIN
         self._best_of_waves: list[float] = []
-        self._expect(meanwhile())
-        self.most, first, self._wave_size = _sizes(len(texts), self.expectation.keys)
+        known = meanwhile()
+        self._expect(known)
+        self.most, self._first_wave, self._wave_size = _sizes(len(texts), self.expectation.keys)
+        self._small_part = 0.0  # of a run, that this key takes at most; 0.0: not small, or not known
         self._wave = list[int]()
         self.likely = frozenset[int]()
-        self._choose(first, after=[0])
+        self._choose(1 if known.is_online else self._first_wave, after=[0])
 
     def next(self) -> int | None:
         """Return the next candidate of the wave; None: all have been tried."""
@@ -111,9 +116,15 @@ class TrialOrder:
         self.is_hidden = self._bar == -math.inf or bool(self.ms and not self._own_ms)
         if len(self.tried) >= AT_LEAST and self.ms and self._cannot_pay():
             return False
-        if self._gain > OF_SMALL and len(self.tried) >= _SHARE_OF_SMALL * len(self._texts):
+        self._small_part = meanwhile.most if meanwhile.most < SMALL and self.ms else 0.0
+        if self._small_part:
             return False
-        self._choose(min(self._wave_size, self.most - len(self.likely)))
+        few = max(AT_LEAST, _SHARE_OF_SMALL * len(self._texts))
+        if self._gain > OF_SMALL and len(self.tried) >= few:
+            return False
+        begun = len(self.likely)
+        wave = self._wave_size if begun >= self._first_wave else self._first_wave - begun
+        self._choose(min(wave, self.most - begun))
         return bool(self._wave)
 
     def untried_text(self) -> str:
@@ -124,7 +135,9 @@ class TrialOrder:
             return ""
         percent = int(100 * (math.exp(min(left) - self._log_of_best) - 1))
         why = f"the rest was expected at least {percent} % slower"
-        if self._gain > GAIN:
+        if self._small_part:
+            why = f"the key takes {100 * self._small_part:.1g} % of a run at most"
+        elif self._gain > GAIN:
             why = f"the rest was not expected to gain {100 * GAIN_OF_RUN:g} % of a run"
         elif self.is_hidden:
             why = "what the rest may gain, the host's part of these launches hides"
