@@ -11,10 +11,10 @@
 
 SCRIPT (default: examples/train_third_party.py) prints `step I loss HEX ms T` on rank 0. Every arm begins with
 no compiled kernel. First steps hold the compilation of what they launch. A step counts as slow when it takes
-more than three times the median of the settled ones; "meanwhile" is the median step of the sessions over the
-settled one, "runs" the steps until all was settled. Losses of `restarted` and `pinned` run with the same
-configs: they must be equal in every bit. With several ranks the picks of `stock` are compared by kernel, in
-the order of their keys.
+more than three times the median of the settled ones; "meanwhile" is the mean step of the sessions, but for
+the first, over the settled one, "runs" the steps until all was settled. Losses of `restarted` and `pinned`
+run with the same configs: they must be equal in every bit. With several ranks the picks of `stock` are
+compared by kernel, in the order of their keys.
 
 Traps: arms run one after the other; only times of one arm's steps are close in time. `stock` may take long:
 --limit-s ends it, and then its time is a bound.
@@ -197,7 +197,7 @@ def row(name: str, ended: Ended) -> tuple[str, ...]:
     reports = [session["report"] for session in ended.sessions]
     contexts = [context for report in reports for context in report["contexts"]]
     runs = sum(report["runs"] for report in reports)
-    meanwhile = statistics.median(ended.ms[1:runs] or [ended.settled_ms])
+    meanwhile = statistics.fmean(ended.ms[1:runs] or [ended.settled_ms])
     trials = sum(len(context["timings"]) > 1 for context in contexts)
     return (
         name,

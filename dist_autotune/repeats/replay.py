@@ -35,8 +35,8 @@ class Runs(Protocol):
     def found_in_place(self, found: str) -> str:
         """Return what the lowest rank has found that has found something."""
 
-    def has_put_back(self, names: str) -> None:
-        """Take note of tensors that are put back as kernels declare."""
+    def note(self, text: str) -> None:
+        """Write a line of the log."""
 
     def end_checked(self, found: str) -> None:
         """End the comparison of two runs; where something was `found`, the session too."""
@@ -69,6 +69,7 @@ class Replay(Generic[T]):
         self._check = InPlaceCheck(written) if checks else None  # until two runs are compared
         self._first: list[T] = []  # the result of the first run, until then
         self._makes_second = makes_second
+        self._has_told = False  # what kernels are declared to change
         written.begin_runs(beside, records=checks)
 
     def result(self) -> T:
@@ -122,8 +123,10 @@ class Replay(Generic[T]):
 
     def _put_back(self) -> None:
         """Put back what kernels are declared to change, and what is preserved."""
-        if names := self._written.restore():
-            self._session.has_put_back(names)
+        if (names := self._written.restore()) and not self._has_told:
+            self._has_told = True
+            text = f"put back before each further run, as restore_value or reset_to_zero names it: {names}"
+            self._session.note(text)
         self._snapshot.restore()  # last: it is from before the call
 
     def _keep_first(self, result: T) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias
 
 from msgspec.structs import replace
 
@@ -222,3 +223,6 @@ class Search:
         before = ContextOrder(context.name, context.about) if known is None else known
         changes = before.changes_to(context, next_launch, result)
         return replace(changes, about=context.about) if known is None else changes
+
+
+Decision: TypeAlias = Callable[[Search], Callable[[Reports], bytes]]  # of an exchange

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import types
 import weakref
 from collections.abc import Callable, Container, Iterator
@@ -25,10 +26,11 @@ from ..ranks.questions import CallCount
 from ..ranks.turns import Turns
 from ..ranks.watchdog import Watch
 from ..search import strategies
-from ..search.messages import Facts, Opening
+from ..search.messages import Facts, Message, Opening
 from ..search.orders import ContextOrder, Order, Orders
+from ..search.reports import Reports
 from ..search.rules import Rules
-from ..search.search import SESSION_STATE, Search
+from ..search.search import SESSION_STATE, Decision, Search
 from ..storage.crash_guard import CrashGuard
 from ..storage.known_results import KnownResults
 from ..storage.scope import FunctionScope
@@ -149,6 +151,25 @@ class FunctionState:
             return None
         self._call_count = function.group.call_count(session, self._watch(self))
         return self._call_count
+
+    def exchange(
+        self, message: Message, decision: Decision, what: str, patience_s: float
+    ) -> tuple[bytes, bytes, float]:
+        """Exchange a message for the order, by a decision of the deciding rank's search.
+
+        Returns what was sent, what was received, and the seconds.
+        """
+        sent, began = message.encode(), time.perf_counter()
+
+        def decide(reports: Reports) -> bytes:
+            assert self.search is not None
+            return decision(self.search)(reports)
+
+        function = self.function
+        received = function.group.exchange(sent, decide, function.timeout_s, what, patience_s)
+        seconds = time.perf_counter() - began
+        self.time_spent.add("exchanges_s", seconds)
+        return sent, received, seconds
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:

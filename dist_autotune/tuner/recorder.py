@@ -22,7 +22,7 @@ from ..search.orders import ContextOrder, Orders
 from ..search.rules import BY_LAUNCH
 from ..search.shared_context import Outcome
 from ..timing.samples import Samples
-from .function_state import FunctionSetup, versions
+from .function_state import FunctionSetup, FunctionState, versions
 from .report import TunedContext, TuningReport, time_order
 
 FIRST_FORECAST = 50  # runs of an online session until its log says what is left; then after twice as many
@@ -130,6 +130,21 @@ class Recorder:
         for context in contexts:
             launches = here[context.name].launches_per_run if context.name in here else 0
             self.write(decisions.settled(run, context, launches=launches))
+
+    def figures(self, state: FunctionState) -> dict[str, Any]:
+        """Return what a report of the session says of its function, its costs and its gain."""
+        function, run = self._function, state.orders.run
+        is_online = function.options.mode == "online" and function.tunes
+        return {
+            "function": function.name,
+            "session": self.session,
+            "world_size": len(self._ranks),
+            "clock": type(function.clock).__name__,
+            "spent": state.time_spent.seconds,
+            "cost": run.cost if is_online else None,
+            "gain": run.gain if is_online else None,
+            "operations": tuple(state.dispatcher.announced),
+        }
 
     def record_end(self, report: TuningReport, outcome: str) -> None:
         """Write how the session has ended, and close the log."""

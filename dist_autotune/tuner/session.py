@@ -29,8 +29,7 @@ from ..repeats.replay import Replay
 from ..repeats.snapshot import Snapshot
 from ..search.messages import InPlaceReport, Message, Opening, RunReport
 from ..search.orders import Order, read_order
-from ..search.reports import Reports
-from ..search.search import Search
+from ..search.search import Decision
 from ..timing.device_errors import as_launch_failed
 from ..timing.time_spent import TimeSpent
 from ..triton_api.interception import INTERCEPTION
@@ -87,7 +86,6 @@ class Session:
         self._dropped: tuple[TunedContext, ...] | None = None  # what was known when the session was dropped
         self._dropped_names: tuple[str, ...] = ()  # contexts that the last order drops
         self._interrupted_by = ""  # the failure of the run that left it INTERRUPTED
-        self._has_put_back = False  # something that a kernel has changed
         self._launches: CallUnderWay  # of the last run
         self.in_place = ""  # what a further run changes though nobody declared it: nothing more is tried
         self.left: tuple[RankContext, ...] = ()  # the keys that stay untuned then
@@ -156,11 +154,8 @@ class Session:
         with self._dropping_searches():
             return self._exchange(report, lambda search: search.compare, InPlaceReport.sent_at).found
 
-    def has_put_back(self, names: str) -> None:
-        if not self._has_put_back:
-            self._has_put_back = True
-            text = f"put back before each further run, as restore_value or reset_to_zero names it: {names}"
-            self._recorder.write(Note(text=text))
+    def note(self, text: str) -> None:
+        self._recorder.write(Note(text=text))
 
     def end_checked(self, found: str) -> None:
         if not found:
@@ -320,7 +315,7 @@ class Session:
     def _exchange(
         self,
         message: Message,
-        decision: Callable[[Search], Callable[[Reports], bytes]],
+        decision: Decision,
         what: str,
         *,
         of_run: bool = False,
@@ -329,23 +324,14 @@ class Session:
 
         decision: of the deciding rank's search. of_run: where a peer's run has failed, the next call goes on.
         """
-        group, state = self.function.group, self.state
-        sent, began = message.encode(), time.perf_counter()
-
-        def decide(reports: Reports) -> bytes:
-            assert state.search is not None
-            return decision(state.search)(reports)
-
         try:
-            received = group.exchange(sent, decide, self.function.timeout_s, what, self.patience_s)
+            sent, received, seconds = self.state.exchange(message, decision, what, self.patience_s)
         except BaseException as error:
             self._leave_exchange(error, of_run=of_run)
             raise
-        self._asides = 0
-        seconds, run = time.perf_counter() - began, -1
+        self._asides, run = 0, -1
         if isinstance(message, RunReport):
-            run, self._run.exchange_s = state.orders.runs, seconds
-        state.time_spent.add("exchanges_s", seconds)
+            run, self._run.exchange_s = self.state.orders.runs, seconds
         self._recorder.record_exchange(run, len(sent), len(received), seconds * 1e3)
         order = read_order(received)
         if order.failure is not None:
@@ -457,23 +443,14 @@ class Session:
 
     def report(self) -> TuningReport:
         """Return the report of the session so far."""
-        run, state, function = self.state.orders.run, self.state, self.function
-        is_online = function.options.mode == "online" and function.tunes
         return TuningReport(
             runs=self.executions,
-            function=function.name,
-            session=self._recorder.session,
             contexts=self._contexts(),
-            world_size=len(function.group.ranks),
             seconds=self.elapsed_s,
-            clock=type(function.clock).__name__,
             log_dir=self._log_dir,
             warning=self.warning,
-            spent=state.time_spent.seconds,
-            cost=run.cost if is_online else None,
-            gain=run.gain if is_online else None,
-            outlook=None if self.is_over else state.orders.forecast,
-            operations=tuple(state.dispatcher.announced),
+            outlook=None if self.is_over else self.state.orders.forecast,
+            **self._recorder.figures(self.state),
         )
 
     def _contexts(self) -> tuple[TunedContext, ...]:
