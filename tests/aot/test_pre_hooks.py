@@ -194,23 +194,6 @@ def test_a_hook_that_zeroes_an_output_touches_no_output(fresh):
     assert bool((y == 1).all())
 
 
-def test_what_a_hook_prints_or_writes_to_an_open_file_is_not_seen_twice(fresh, tmp_path, capfd):
-    with (tmp_path / "calls").open("w", buffering=1) as file:
-
-        def hook(nargs: dict[str, Any]) -> None:
-            print("called", flush=True)
-            os.write(1, b"called\n")
-            try:
-                file.write("called\n")
-            except OSError:
-                set_blocks(nargs)
-
-        found = preflight(kernel(GOOD, hooks={GOOD: hook}))
-    assert found.counts.compiled == 1
-    assert (tmp_path / "calls").read_text() == ""
-    assert "called" not in "".join(capfd.readouterr())
-
-
 # ---- hooks of which nothing can be told
 
 
@@ -255,17 +238,6 @@ def test_a_config_whose_hook_cannot_be_told_is_tuned_at_its_launch(fresh, compil
     assert text.count("1 candidate left to the first launch, as pre_hook could not be rehearsed: ") == 1
     assert why in text
     assert not Path("calls").exists()
-
-
-def test_a_config_whose_own_hook_raises_out_of_resources_is_banned_by_its_launch_alone(fresh):
-    def hook(nargs: dict[str, Any]) -> None:
-        raise OutOfResources(2, 1, "patience")
-
-    found = preflight(kernel(GOOD, hooks={GOOD: hook}))
-    assert found.reasons == {}
-    function = tuned_kernel(kernel(FIRST, GOOD, hooks={GOOD: hook}))
-    function()
-    assert "patience" in banned(function)[GOOD]
 
 
 # ---- several ranks

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import triton
-import triton.language as tl
 from kernels_for_tests import (
     Probe,
     grid_of,
@@ -19,7 +18,7 @@ from kernels_for_tests import (
 )
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dist_autotune import TuningError, WallClock
+from dist_autotune import TuningError
 from dist_autotune.logs.records import Trial
 
 # ---- contexts
@@ -141,24 +140,6 @@ def test_arguments_may_be_passed_in_every_way(bench, call, interpreted):
     assert torch.equal(y, numbers() + 1)
     assert bench.blocks() == [16, 32, 32]
     assert list(kernel.cache) == [(64, "torch.float32", "torch.float32")]
-
-
-@pytest.mark.parametrize("call", [(), (2.0,)], ids=["left to its default", "passed"])
-def test_an_argument_with_a_default_makes_the_key_that_stock_triton_makes(bench, call):
-    @triton.jit
-    def shift(x_ptr, y_ptr, n, by=1.0, BLOCK: tl.constexpr = 16):
-        offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(y_ptr + offs, tl.load(x_ptr + offs, mask=offs < n) + by, mask=offs < n)
-
-    def kernel():
-        configs = [triton.Config({"BLOCK": block}) for block in (16, 32)]
-        return triton.autotune(configs, ["n", "by"], do_bench=lambda launch, quantiles: [1.0] * 3)(shift)
-
-    x, y, stock, ours = numbers(), torch.zeros(64), kernel(), kernel()
-    stock[grid_of(64)](x, y, 64, *call)
-    bench.tune(lambda: ours[grid_of(64)](x, y.zero_(), 64, *call), clock=WallClock())()
-    assert list(ours.cache) == list(stock.cache)
-    assert torch.equal(y, x + (call[0] if call else 1.0))
 
 
 def test_an_argument_that_a_config_sets_too_is_stocks_value_error(bench, kernel):

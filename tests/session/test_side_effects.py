@@ -188,20 +188,6 @@ def test_a_new_key_is_tuned_beside_the_call_s_run_where_state_is_preserved(bench
     assert torch.equal(weight, numbers() + 23)
 
 
-def test_what_it_returns_is_of_the_run_whose_effects_stay(bench, kernel):
-    weight, out = numbers(), torch.zeros(64)
-
-    def step(n):
-        launch(kernel, numbers(n))
-        weight.add_(1)
-        return {"out": out.copy_(weight)}
-
-    tuned = bench.tune(step, preserve=[weight])
-    tuned(64)
-    assert torch.equal(tuned(128)["out"], numbers() + 2)
-    assert torch.equal(out, weight)
-
-
 @pytest.mark.parametrize("error", [RuntimeError("mine"), KeyboardInterrupt()], ids=repr)
 def test_a_run_that_raises_while_a_new_key_is_tuned_leaves_the_call_s_own_run(bench, error):
     kernel, other = (

@@ -239,14 +239,6 @@ def test_a_generator_gives_the_same_numbers_again(make, draw, is_held):
     assert draw(generator) == first
 
 
-def test_a_graph_from_before_the_call_goes_backward_behind_it():
-    weight, factor = torch.ones(3, requires_grad=True), torch.full((3,), 2.0)
-    product = weight * factor
-    Snapshot([factor]).restore()
-    product.sum().backward()
-    assert torch.equal(weight.grad, factor)
-
-
 def test_a_graph_through_a_model_goes_backward_behind_a_call_that_left_the_model_alone():
     layers = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4)
     model, x = torch.nn.Sequential(*layers), torch.rand(2, 4, requires_grad=True)

@@ -13,8 +13,7 @@ from example_files import KEY, entry
 from msgspec import structs
 
 from dist_autotune.errors import CacheWarning
-from dist_autotune.storage import winners as cache_module
-from dist_autotune.storage.winners import Entry, EntryKey, Winners
+from dist_autotune.storage.winners import MAX_BYTES, Entry, EntryKey, Winners
 from ranks import assert_all_ok, assert_killed, run_ranks
 
 fork = multiprocessing.get_context("fork")
@@ -87,21 +86,16 @@ def test_a_damaged_file_is_a_warning_with_its_path_and_a_miss(tmp_path, content,
     assert Winners(tmp_path).get(KEY) == entry()
 
 
-@pytest.mark.parametrize("fill", [-0.5, 0.0, 1.5])
-def test_an_entry_with_a_fill_that_no_launch_has_is_ignored(tmp_path: Path, fill: float) -> None:
-    path, stored = tmp_path / KEY.file_name, structs.replace(entry(), fills={"BLOCK=128": 0.625})
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("fills", "-0.5"), ("fills", "0.0"), ("fills", "1.5")]
+    + [("timings", value) for value in ("-1.0", "0.0", "NaN", "1e999", "null")],
+)
+def test_an_entry_with_a_figure_that_no_launch_has_is_ignored(tmp_path: Path, field: str, value: str) -> None:
+    path, stored = tmp_path / KEY.file_name, structs.replace(entry(), **{field: {"BLOCK=128": 0.375}})
     Winners(tmp_path).put(stored)
     assert Winners(tmp_path).get(KEY) == stored
-    path.write_text(path.read_text().replace("0.625", str(fill)))
-    with pytest.warns(CacheWarning, match=f"fills: expected parts of 1, found {fill}"):
-        assert Winners(tmp_path).get(KEY) is None
-
-
-@pytest.mark.parametrize("ms", ["-1.0", "0.0", "NaN", "1e999", "null"])
-def test_an_entry_with_a_time_that_no_launch_takes_is_ignored(tmp_path: Path, ms: str) -> None:
-    path, stored = tmp_path / KEY.file_name, structs.replace(entry(), timings={"BLOCK=128": 0.375})
-    Winners(tmp_path).put(stored)
-    path.write_text(path.read_text().replace("0.375", ms))
+    path.write_text(path.read_text().replace("0.375", value))
     with pytest.warns(CacheWarning, match=f"Ignored {path}"):
         assert Winners(tmp_path).get(KEY) is None
 
@@ -126,25 +120,28 @@ def test_clearing_leaves_nothing_but_the_lock(tmp_path: Path) -> None:
     assert files(tmp_path) == []
 
 
-def test_a_pipe_in_place_of_an_entry_is_a_miss_and_nothing_waits_for_its_other_end(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / KEY.file_name)
-    with pytest.warns(CacheWarning, match="not a regular file"):
-        assert Winners(tmp_path).get(KEY) is None
-
-
-def test_a_huge_file_in_place_of_an_entry_is_not_read_whole(tmp_path: Path) -> None:
-    with (tmp_path / KEY.file_name).open("wb") as file:
-        file.truncate(1 << 40)  # no memory holds it
-    with pytest.warns(CacheWarning, match=f"larger than {cache_module.MAX_BYTES} bytes"):
-        assert Winners(tmp_path).get(KEY) is None
-
-
-def test_a_file_under_the_name_of_another_entry_is_a_miss(tmp_path: Path) -> None:
-    Winners(tmp_path).put(entry())
+def rename_another(path: Path) -> None:
     other = structs.replace(KEY, world_size=4)
-    (tmp_path / KEY.file_name).rename(tmp_path / other.file_name)
-    with pytest.warns(CacheWarning, match=f"its content belongs in {KEY.file_name}"):
-        assert Winners(tmp_path).get(other) is None
+    Winners(path.parent).put(structs.replace(entry(), key=other))
+    (path.parent / other.file_name).rename(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (os.mkfifo, "not a regular file"),  # nothing waits for its other end
+        (
+            lambda path: (path.touch(), os.truncate(path, 1 << 40)),
+            f"larger than {MAX_BYTES} bytes",
+        ),
+        (rename_another, "its content belongs in matmul-"),
+    ],
+    ids=["a pipe", "a file that no memory holds", "another entry"],
+)
+def test_what_is_no_entry_of_that_name_is_a_miss(tmp_path, make, reason):
+    make(tmp_path / KEY.file_name)
+    with pytest.warns(CacheWarning, match=reason):
+        assert Winners(tmp_path).get(KEY) is None
 
 
 # ---- many writers
