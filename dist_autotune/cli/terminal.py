@@ -8,7 +8,6 @@ import io
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import typer
@@ -47,7 +46,7 @@ def print_ending(found: Sequence[Findings], remark: str) -> None:
     if not console.is_terminal:
         console.width = UNWRAPPED
     show = functools.partial(console.print, sep="\n", soft_wrap=True)
-    for report in (replace(each.report, log_dir=None) for each in found):
+    for report in (each.report for each in found):
         show(text(f"\n{report.function}: {report.heading}"))
         console.print(report.table)
         show(*map(text, report.remarks))

@@ -10,7 +10,6 @@ from rich.console import Console, Group, RenderableType
 
 from ..formatting import (
     BITS_NOTE,
-    LAUNCH_BOUND_NOTE,
     WALL_CLOCK_NOTE,
     bits_label,
     config_label,
@@ -23,13 +22,12 @@ from ..formatting import (
 from ..logs.records import SessionClosed
 from ..search.rules import BY_LAUNCH, BY_RUN
 from ..tables import stacked, table, text
-from ..tuner.report import missing_gains, slower_winners
+from ..tuner.report import missing_gains
 from .history import CandidateHistory, ContextHistory, History, SessionHistory, of_kind, percent_over
 from .report import SessionReport, cost_alone_percent
 
 MOST_CANDIDATES = 10  # of a context
 MOST_CONTEXTS = 10  # whose candidates are listed
-LEAST_GAIN_PERCENT = 1.0  # a smaller one is within the tie of a race
 SHOW_ALL = "The others: --all-candidates."
 PAGE_WIDTH = 140  # columns of the HTML page
 
@@ -43,8 +41,8 @@ def history_parts(
     for name, reason in history.skipped.items():
         yield text(f"{history.directory / name}: {reason}", "yellow")
     for each in shown:
-        yield text(f"\n{session_heading(each.session)}\n{verdict(each)}", "bold")
-        yield text(session_place(each.session))
+        yield text(f"\n{session_heading(each.session)}", "bold")
+        yield text("\n".join([*each.report.remarks, session_place(each.session)]))
         yield from (text(note, "yellow") for note in session_notes(each.session))
         yield contexts_table(each)
         yield from rank_tables(each.session)
@@ -93,30 +91,6 @@ def session_heading(session: SessionHistory) -> str:
     return f"{opened.thunk}: session {opened.session}, {where}, {ended}"
 
 
-def verdict(shown: SessionReport) -> str:
-    """Return in one sentence what the session has found."""
-    report, outcome = shown.report, shown.session.closed.outcome
-    gains = [context.gain_percent for context in report.contexts if context.gain_percent is not None]
-    open_contexts = sum(context.status in ("tuning", "unfinished") for context in report.contexts)
-    if not report.contexts:
-        return "No kernel with several configs was launched."
-    if report.step is None:
-        why = sorted({context.no_gain_reason for context in report.contexts} - {""})
-        found = f"What tuning gains is not known: {'; '.join(why) or 'the step was not timed'}"
-    elif report.step.gain_percent < LEAST_GAIN_PERCENT:
-        found = "Tuning gains nothing here: the first configs are as fast as any"
-    else:
-        gain = f"{report.step.gain_percent:.1f} % less time than the first configs"
-        of = "The tuned launches of a step take" if report.step.judge == BY_LAUNCH else "A step takes"
-        found = f"{of} {gain}: {format_ms(report.step.after_ms)} ms, not {format_ms(report.step.before_ms)}"
-    if len(gains) > 1 and report.step is not None:
-        better = sum(gain >= LEAST_GAIN_PERCENT for gain in gains)
-        found += f"; {better} of {counted(len(report.contexts), 'context')} gain"
-    if outcome not in ("settled", "partial") or open_contexts:
-        return f"{found}. Not finished: {outcome}, {counted(open_contexts, 'context')} still open."
-    return f"{found}."
-
-
 def session_place(session: SessionHistory) -> str:
     """Return versions, device and hosts of a session."""
     opened = session.opened
@@ -130,9 +104,7 @@ def session_notes(session: SessionHistory) -> list[str]:
     notes = [WALL_CLOCK_NOTE] if session.is_wall_clock else []
     if missing := session.missing_ranks:
         notes.append(f"No records of ranks {missing}: the figures leave them out.")
-    if session.closed.warning:
-        notes.append(f"Warning: {session.closed.warning}")
-    return [*notes, *session.closed.operations, *session.remarks()]
+    return notes + session.remarks()
 
 
 def rank_tables(session: SessionHistory) -> list[Group]:
@@ -190,10 +162,8 @@ def contexts_table(shown: SessionReport) -> Group:
     note = "".join(f"{said}. " for name, said in explained.items() if name not in left_out).rstrip()
     if any(context.judge == BY_RUN for context in report.contexts):
         note += " Without a share: judged by the time of the whole run, which is its ms."
-    reasons = *missing_gains(report.contexts), *slower_winners(report.contexts)
-    note += "".join(f" {reason}" for reason in reasons)
-    if any(context.launch_bound for context in report.contexts):
-        note += f" {LAUNCH_BOUND_NOTE}"
+    cached = (context for context in report.contexts if context.status == "cached")
+    note += "".join(f" {reason}" for reason in missing_gains(cached))
     if any(context.same_bits is not None for context in report.contexts):
         note += f" {BITS_NOTE}"
     return table("Contexts", names, rows, note, optional=optional)
@@ -278,13 +248,11 @@ def _counts(context: ContextHistory, shown: int) -> str:
 
 
 def _candidates_note(context: ContextHistory) -> str:
-    """Return the note below the candidates: shared parts, and why the winner is not the first."""
+    """Return the note below the candidates: what all share, and what each rank would choose."""
     shared = shared_parts(context)
     notes = [f"All: {', '.join(shared)}."] if shared else []
     if [choice for choice, _ in ranks_by_choice(context)] == [context.winner]:
         notes.append("Each rank alone would choose the winner.")
-    if context.winner is not None and in_order(context.candidates)[0] is not context.winner:
-        notes.append("A time above the winner's in the list is of fewer samples, or equal within the noise.")
     return " ".join(notes)
 
 

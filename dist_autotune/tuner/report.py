@@ -173,7 +173,8 @@ class TuningReport:
     def __str__(self) -> str:
         from .. import tables  # rich, which nothing else here needs
 
-        return "\n".join([self.heading, *tables.as_lines(self.table), *self.remarks])
+        logs = [] if self.log_dir is None else [f"Logs: {self.log_dir}"]
+        return "\n".join([self.heading, *tables.as_lines(self.table), *self.remarks, *logs])
 
     def ending(self, outcome: str) -> str:
         """Return the last line of a session's progress."""
@@ -219,8 +220,6 @@ class TuningReport:
         lines += self.operations
         if self.warning:
             lines.append(f"Warning: {self.warning}")
-        if self.log_dir is not None:
-            lines.append(f"Logs: {self.log_dir}")
         return lines
 
 

@@ -9,14 +9,6 @@ from programs import run_program
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def test_matmul_tunes_two_contexts_and_takes_them_from_the_cache_at_the_second_start() -> None:
-    first, second = (run_program(EXAMPLES / "matmul.py", "--size", "32", ranks=1) for _ in range(2))
-    assert re.search(r"^2 contexts in \d+ runs on 1 rank", first, re.M)
-    assert re.search(r"^2 contexts in 1 run on 1 rank", second, re.M)
-    for text in (first, second):
-        assert float(text.rpartition("relative error against float32: ")[2]) < 1e-5
-
-
 def test_ag_gemm_is_right_and_comes_from_the_cache_at_the_second_start() -> None:
     first, second = (run_program(EXAMPLES / "ag_gemm.py") for _ in range(2))
     assert "4 candidates" in first
