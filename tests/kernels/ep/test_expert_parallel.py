@@ -122,6 +122,28 @@ def _round_trips(rank: int) -> Cases:
     return cases
 
 
+@on_ranks(3, timeout_s=90)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_subgroup_takes_odd_sizes_strided_tokens_and_choices_of_other_types_in_any_mode(rank, dtype):
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(rank)
+    first, second = matrices(6, 7, 33, dtype), matrices(6, 33, 7, dtype)
+    with torch.inference_mode(), ExpertParallel(5, 33, 6, 3, dtype, group=group, timeout_s=20.0) as op:
+        for tokens, of_ids, of_weights in ((5, torch.int32, torch.bfloat16), (0, torch.int64, torch.float64)):
+            x = torch.randn(tokens, 40).to(dtype)[:, :33]
+            ids = torch.randint(-2, 8, (3, tokens)).T.to(of_ids)
+            weights = torch.rand(3, tokens).T.to(of_weights)
+            d = op.dispatch_matmul(x, own_part(op, first), ids)
+            y = op.matmul_combine(d.rows, own_part(op, second), d, weights)
+            want = products(x, ids.long(), weights.float(), first, second)
+            near = 1e-5 if dtype == torch.float32 else 5e-3
+            torch.testing.assert_close(y.float(), want, rtol=near, atol=near)
+        op.check()
+
+
 @pytest.mark.parametrize("world", WORLDS)
 def test_rows_may_travel_in_fp8_with_a_scale_for_each_128_elements(world: int) -> None:
     assert_cases(_dispatched_in_fp8, world)
