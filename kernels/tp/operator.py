@@ -2,7 +2,7 @@
 
 A traced call is one node of a graph, of `torch.ops.dist_autotune`. An eager call is the bare computation or,
 where a gradient is wanted, a function of autograd with the same backward: with gradients the dispatch of an
-operator takes the host 80 us, this 15 (torch 2.13, one CPU core, 2026-11-28).
+operator takes a core 36 us, this 8 (torch 2.13, 2026-11-28).
 """
 
 from __future__ import annotations
