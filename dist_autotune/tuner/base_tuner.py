@@ -14,7 +14,7 @@ from ..errors import InvalidOption, TuningError
 from ..options import Options
 from ..triton_api.interception import INTERCEPTION, has_driver, is_interpreted
 from .report import TuningReport
-from .tuners import TUNERS
+from .tuners import TUNERS, Tuners
 
 if TYPE_CHECKING:
     from ..storage.scope import FunctionScope
@@ -42,8 +42,8 @@ class BaseTuner:
         self._joined: FunctionScope | None = None  # the function around it that does what this one asks for
         self._has_left = False  # with the mode off: launches outside have what they need
 
-    def __del__(self) -> None:
-        TUNERS.leave(self)
+    def __del__(self, tuners: Tuners = TUNERS) -> None:  # an argument: at exit globals may be gone
+        tuners.leave(self)
 
     @property
     def report(self) -> TuningReport | None:
