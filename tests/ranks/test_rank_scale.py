@@ -1,9 +1,6 @@
 """What an exchange costs: bytes of a rank grow with contexts, never with ranks."""
 
-import functools
-import random
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,37 +8,9 @@ from kernels_for_tests import Bench, launch, numbers, out_of_resources, records
 from rank_programs import tune
 
 from dist_autotune.ranks import group
-from dist_autotune.search.messages import Announcement, Part, RunReport
 from ranks import assert_all_ok, run_ranks
 
-RANKS = 1024
 HOW_IT_WORKS = (Path(__file__).parents[2] / "docs" / "how-it-works.md").read_text()
-
-
-def said(capsys, text):
-    with capsys.disabled():
-        sys.stdout.write(f"\n  {text}")
-
-
-def simulated(rank, contexts, first=False, ban_chance=0.01):
-    """Return what a rank says of a run: times, now and then a ban, and who it is when it is new."""
-    generator = random.Random(rank)
-    parts = {}
-    for n in range(contexts):
-        ms = generator.uniform(0.1, 9)
-        order = tuple((f"{candidate:016x}", f"BLOCK: {candidate}") for candidate in range(8))
-        shared = tuple(digest for digest, _ in order)
-        announcement = Announcement(rank, "matmul", f"{n}, 'torch.float16'", order, shared) if first else None
-        bans = (
-            {f"{rank % 3:016x}": "out of resource: shared memory"} if generator.random() < ban_chance else {}
-        )
-        parts[f"{n:016x}"] = Part("0" * 16, ms, bans=bans, announcement=announcement)
-    return RunReport({"the tuned function": "step"}, parts=parts, elapsed_s=rank / 1024)
-
-
-@functools.cache
-def payloads(contexts, first, ban_chance=0.01):
-    return tuple(simulated(rank, contexts, first, ban_chance).encode() for rank in range(RANKS))
 
 
 def formula(what):
