@@ -32,6 +32,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dist_autotune import NoValidConfig
 from dist_autotune.compilation.preflight import plan
+from dist_autotune.errors import WrongDevice
 from dist_autotune.logs.records import Preflighted
 from dist_autotune.logs.writer import LogLines
 from dist_autotune.triton_api.launch import Launch
@@ -109,6 +110,18 @@ def test_a_tensor_that_the_gpu_cannot_reach_is_named(device, monkeypatch, place,
     ):
         function()
     assert device.launched == []
+
+
+def test_a_tensor_of_a_settled_launch_that_the_gpu_cannot_reach_is_named(device, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
+
+    function = tuned_kernel(kernel(GOOD, 64))
+    function(), function()
+    monkeypatch.setattr(device.driver, "get_active_torch_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(square, "run", refuse)
+    with pytest.raises(WrongDevice, match=r"^square\[.*\]: x_ptr is on the device 'cpu'"):
+        function()
 
 
 def test_when_none_is_left_every_reason_is_told(device):
