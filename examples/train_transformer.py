@@ -409,7 +409,7 @@ def main() -> None:
     ]
     angles = angles_of(options.tokens, device)
 
-    most = options.steps * 4 // 5  # then the best so far stands
+    most = max(options.steps * 4 // 5, 8)  # runs of the search: then the best so far stands
 
     @contextual_autotune(is_dist=True, mode="online", name="train_transformer example", max_runs=most)
     def step(tokens: Tensor, labels: Tensor) -> Tensor:
