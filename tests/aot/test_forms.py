@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from candidates import GOOD, kernel_of_forms, settle, tuned
 
 from dist_autotune.compilation.compiler import FORMS
-from ranks import assert_all_ok, run_ranks
 
 DEADLINE_S = 100.0
 Form = tuple[Any, Any]  # shift and FORM of a launch
@@ -79,22 +77,6 @@ def test_forms_above_the_bound_are_left_to_their_launches(device, compiler, tmp_
     assert launched(device) == {(form, block) for _, form in forms for block in (GOOD, 64)}
 
 
-def test_a_form_that_comes_while_candidates_are_compiled_is_compiled_with_them(device, compiler):
-    compiler.behaves({64: "wait"})
-    forms: list[Form] = [(None, "first")]
-    function = launching(kernel_of_forms(GOOD, 64), lambda: forms)
-    deadline = time.monotonic() + DEADLINE_S
-    while 64 not in compiler.compilations():
-        assert time.monotonic() < deadline
-        function()
-    forms.append((None, "second"))
-    function()
-    compiler.let_go()
-    settle(function)
-    assert compiler.compiled_here() == [GOOD, GOOD]
-    assert launched(device) == {(form, block) for form in ("first", "second") for block in (GOOD, 64)}
-
-
 @pytest.mark.parametrize("late", [False, True], ids=["one form", "another form in a trial"])
 def test_a_run_whose_timed_launch_has_compiled_is_made_again(device, compiler, late):
     runs: list[int] = []
@@ -107,17 +89,3 @@ def test_a_run_whose_timed_launch_has_compiled_is_made_again(device, compiler, l
     function()
     assert function.report.runs == (4 if late else 3)
     assert compiler.compiled_here()[:2] == ([GOOD, 64] if late else [GOOD])
-
-
-def test_a_form_that_one_rank_alone_launches_and_that_fails_there_bans_on_all(device):
-    def program(rank: int) -> tuple[list[str], list[int]]:
-        forms = [(None, "good"), (None, "bad")] if rank == 1 else [(None, "good")]
-        function = launching(kernel_of_forms(GOOD, 64), lambda: forms, is_dist=True)
-        settle(function)
-        (context,) = function.report.contexts
-        return list(context.banned.values()), sorted({block for _, block in launched(device)})
-
-    zero, one = assert_all_ok(run_ranks(program, 2, timeout_s=DEADLINE_S))
-    assert zero == one
-    assert zero[1] == [GOOD]
-    assert zero[0][0].startswith("rank 1: ")
