@@ -60,17 +60,9 @@ class RowsMemory:
             if sending.pays_on(memory.device, dtype):
                 self.sending = sending.open_sums(memory, self.mail, m, n)
 
-    def check(
-        self,
-        a: torch.Tensor,
-        weight: Any,  # a tensor, if it multiplies
-        out: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        norm_weight: torch.Tensor | None,
-        *,
-        multiplies: bool,
-    ) -> None:
-        """Raise TypeError or ValueError unless these are arguments of a call; `a` may be what is added."""
+    def check(self, given: tuple[Any, ...]) -> None:
+        """Raise TypeError or ValueError unless these are arguments of a call, see `GemmAllReduce._plan`."""
+        a, weight, out, residual, norm_weight, _, multiplies = given
         own = self.parts.local
         (most, columns), dtype, device = own.shape, own.dtype, own.device
         if multiplies:

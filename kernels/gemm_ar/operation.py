@@ -257,7 +257,7 @@ class GemmAllReduce(NumberedCalls):
         lie = multiplies, of_part, layout_of(weight), of_ending
         layout = self._layouts.get(lie)
         if layout is None:
-            self._rows.check(a, weight, out, residual, norm_weight, multiplies=multiplies)
+            self._rows.check(given)
             made = self._new_layout(*a.shape, multiplies=multiplies, has_norm=residual is not None)
             if weight is not None and self._rows.sending is not None and sending.can_send(a, weight):
                 made = made._replace(is_sent=True)

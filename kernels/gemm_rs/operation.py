@@ -186,22 +186,15 @@ class GemmReduceScatter(NumberedCalls):
         lie = layout_of(a), layout_of(weight), of_out, of_addend, of_scales
         layout = self._layouts.get(lie)
         if layout is None:
-            self._check_arguments(*given)
-            layout = remember(self._layouts, lie, self._new_layout(*given))
+            self._check_arguments(given)
+            layout = remember(self._layouts, lie, self._new_layout(given))
         if out is not None:
             others = () if addend is of_scales is None else (addend, scale_a, scale_weight)
             layout.apart.check(out, a, weight, *others)
         return layout
 
-    def _check_arguments(
-        self,
-        a: torch.Tensor,
-        weight: torch.Tensor,
-        out: torch.Tensor | None,
-        addend: torch.Tensor | None,
-        scale_a: torch.Tensor | None,
-        scale_weight: torch.Tensor | None,
-    ) -> None:
+    def _check_arguments(self, given: tuple[Any, ...]) -> None:
+        a, weight, out, addend, scale_a, scale_weight = given
         check_factors(a, weight, self._m, self._n, self._dtype, self.device)
         rows, world = a.shape[0], self.world_size
         if rows % world:
@@ -215,19 +208,12 @@ class GemmReduceScatter(NumberedCalls):
                 raise ValueError(f"addend is given, and operands are {FP8}; add it to the result of one rank")
             check_tensor("addend", addend, self._dtype, self.device)
             if addend.shape != (rows, self._n) or not addend.is_contiguous():
-                given = f"addend has shape {list(addend.shape)} and strides {addend.stride()}"
-                raise ValueError(f"{given}; it must be contiguous and [{rows}, {self._n}]")
+                lies = f"addend has shape {list(addend.shape)} and strides {addend.stride()}"
+                raise ValueError(f"{lies}; it must be contiguous and [{rows}, {self._n}]")
         check_scales(self._dtype, self.device, (scale_a, rows), (scale_weight, self._n))
 
-    def _new_layout(
-        self,
-        a: torch.Tensor,
-        weight: torch.Tensor,
-        out: torch.Tensor | None,
-        addend: torch.Tensor | None,
-        scale_a: torch.Tensor | None,
-        scale_weight: torch.Tensor | None,
-    ) -> ScatterLayout:
+    def _new_layout(self, given: tuple[Any, ...]) -> ScatterLayout:
+        a, weight, out, addend, scale_a, scale_weight = given
         all_rows, shape = len(a), (len(a) // self.world_size, self._n)
         if out is None:
             out = a.new_empty(shape, dtype=self._out_dtype)
