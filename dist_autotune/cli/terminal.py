@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from ..errors import CacheWarning, TuningError
 from ..formatting import one_line
 from ..reports.totals import total_lines
-from ..tables import UNWRAPPED, text
+from ..tables import as_lines, text
 from ..tuner.tuners import Findings
 
 
@@ -43,12 +43,13 @@ class OneLineErrors(TyperGroup):
 def print_ending(found: Sequence[Findings], remark: str) -> None:
     """Print on stderr what the functions of a program have found, then totals; a pipe gets whole lines."""
     console = open_console(stderr=True)
-    if not console.is_terminal:
-        console.width = UNWRAPPED
     show = functools.partial(console.print, sep="\n", soft_wrap=True)
     for report in (each.report for each in found):
         show(text(f"\n{report.function}: {report.heading}"))
-        console.print(report.table)
+        if console.is_terminal:
+            console.print(report.table)
+        else:
+            show(*map(text, as_lines(report.table)))
         show(*map(text, report.remarks))
     if found:
         show("", *map(text, total_lines(found)))
