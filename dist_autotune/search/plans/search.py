@@ -61,17 +61,11 @@ class Raced:
         fastest_ms = self.timed[0][0] if self.timed else 0.0
         return [plan for ms, plan in self.timed if ms <= max(NEAR * fastest_ms, fastest_ms)]
 
-    def gain_of(self, base: Plan, expected_ms: float) -> float:
-        """Return by what part of the base plan's time the other is faster than `expected_ms` beyond it."""
-        times = {plan == base: ms for ms, plan in self.timed}
-        if len(times) < 2:
-            return 0.0
-        return 1 - (times[False] - expected_ms) / times[True]
-
-    def gain(self, base: Plan) -> float:
-        """Return by what part of the base plan's time the fastest is faster."""
+    def gain(self, base: Plan, expected_ms: float = 0.0) -> float:
+        """Return by what part of the base plan's time another is faster than `expected_ms` beyond it."""
         base_ms = next((ms for ms, plan in self.timed if plan == base), math.inf)
-        return 1 - self.timed[0][0] / base_ms if self.timed else 0.0
+        other_ms = next((ms for ms, plan in self.timed if plan != base), math.inf)
+        return 1 - (other_ms - expected_ms) / base_ms if self.timed else 0.0
 
 
 def runs_at_most(kernels: int, choices: Sequence[int]) -> int:
@@ -162,7 +156,7 @@ def spared(space: PlanSpace, plan: Plan) -> Search:
         race = yield from raced(
             f"spared, {half[0]} of {len(half)}", [plan, {**plan, **others}], SPARED_RUNS, 0
         )
-        gained = race.gain_of(plan, expected_ms)
+        gained = race.gain(plan, expected_ms)
         if not gain:
             gain = gained
             if gain < SPARED:
