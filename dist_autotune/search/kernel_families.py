@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from ..codec import digest
+from .context import Context
+from .expectation.fields import TimesByKey
 from .messages import Announcement
 
 
@@ -43,4 +45,15 @@ class KernelFamilies:
             for name, each in announced.items()
             # On a rank that has both they are two kernels, though they were taken for one before.
             if name not in known and each.kernel_id in self.aliases and each.siblings == 1
+        }
+
+    def times_so_far(self, contexts: Iterable[Context], kernel_id: str) -> TimesByKey:
+        """Return the agreed times of a kernel's launches, by key and config, so far."""
+        aliases = self.aliases
+        kernel_id = aliases.get(kernel_id, kernel_id)
+        return {
+            context.key: context.ms_by_text()
+            for context in contexts
+            if aliases.get(context.kernel_id, context.kernel_id) == kernel_id
+            and (context.launch_ms or context.is_tuned_by_launches)
         }

@@ -96,7 +96,8 @@ class Search:
         try:
             order = decide()
         except TuningError as error:
-            dropped = tuple(name for name in self.state.contexts if not self.state.stays(name))
+            state = self.state
+            dropped = tuple(name for name, each in state.contexts.items() if not state.results.stays(each))
             order = Order(failure=(type(error).__name__, str(error)), dropped=dropped)
         return order.encode()
 
@@ -157,7 +158,7 @@ class Search:
             run,
             outcomes=outcomes,
             bans=tuple(bans),
-            results=tuple(context.name for context in state.newly_final()),
+            results=tuple(context.name for context in state.results.newly_final()),
             names=names,
             unknown=tuple(name for name in run.parts if name not in state.known),
             aliases=None if state.kernels.aliases == aliases else dict(state.kernels.aliases),
@@ -210,9 +211,9 @@ class Search:
             status=context.status,
             incumbent=-1 if spent else context.incumbent,
             winner=-1 if context.winner is None else context.winner,
-            is_final=self.state.is_final(context),
+            is_final=self.state.results.is_final(context),
             is_lasting=context.is_lasting,
-            is_undecided=self.state.is_undecided(context),
+            is_undecided=self.state.results.is_undecided(context),
             is_left_out=context.is_left_out,
             ranks=context.ranks,
             again=search.again,

@@ -14,11 +14,11 @@ from collections.abc import Container, Iterator, Mapping
 from . import budget
 from .budget import Forecast, RunsMade
 from .context import Context, NextRun, RunVerdict
-from .expectation.fields import TimesByKey
 from .expectation.order import Meanwhile
 from .kernel_families import KernelFamilies
 from .messages import Announcement, Ban
 from .phases.final_comparison import FinalComparison
+from .phases.final_results import FinalResults
 from .phases.pace import Pace, StepKind
 from .phases.phase import Phase, RaceLaunches, RunPhase, TakeTurns
 from .phases.race_runs import RaceRuns
@@ -54,7 +54,7 @@ class SearchState:
         self._searches = 0  # by whole runs
         self._left_race: RaceRuns | None = None  # the last session was cut short in it
         self._comparison = FinalComparison(self.contexts, rules)
-        self._reported: dict[str, tuple[str, int | None]] = {}  # results that `newly_final` has returned
+        self.results = FinalResults(self.contexts, rules, self._comparison, self.verify_bits)
         self._admitting: set[int] = set()  # the runs of the session in which searches have begun
         self._idle_runs = 0
         self._sessions = 0
@@ -137,49 +137,17 @@ class SearchState:
         knows_most = self.run_phase is None and self.verify_bits is None
         return self._made.forecast(self.rules, searched, self.runs, knows_most=knows_most)
 
-    def is_undecided(self, context: Context) -> bool:
-        """Return whether a settled context is still compared."""
-        unverified = [] if self.verify_bits is None else self.verify_bits.unverified
-        return context in self._comparison.undecided or context in unverified
-
-    def is_final(self, context: Context) -> bool:
-        """Return whether the context's result is final: no whole run is still to judge it."""
-        if not context.settled or context in self._comparison.undecided:
-            return False
-        if self.verify_bits is not None and not self.verify_bits.is_final(context):
-            return False
-        is_open = self.rules.races and context.began is not None and context.by_run is not RunVerdict.DECIDED
-        return not (is_open and any(other.judge == BY_RUN for other in self.unsettled))
-
-    def _times_so_far(self, kernel_id: str) -> TimesByKey:
-        """Return the agreed times of a kernel's launches, by key and config, so far."""
-        aliases = self.kernels.aliases
-        kernel_id = aliases.get(kernel_id, kernel_id)
-        return {
-            context.key: context.ms_by_text()
-            for context in self.contexts.values()
-            if aliases.get(context.kernel_id, context.kernel_id) == kernel_id
-            and (context.launch_ms or context.is_tuned_by_launches)
-        }
-
     def _meanwhile(self, name: str) -> Meanwhile:
         """Return what the session knows by now, for the search of a context."""
         context, is_online = self.contexts[name], self.rules.mode == "online"
         run_ms = 1e3 * self.pace.step_s if is_online else 0.0
-        told, (least_ms, most_ms) = self._times_so_far(context.kernel_id), context.device_ms
+        told, (least_ms, most_ms) = (
+            self.kernels.times_so_far(self.contexts.values(), context.kernel_id),
+            context.device_ms,
+        )
         part = min(context.launches * least_ms / run_ms, 1.0) if run_ms else 1.0
         most = min(context.launches * most_ms / run_ms, 1.0) if run_ms and most_ms else 1.0
         return Meanwhile(told, part, most, is_online)
-
-    def newly_final(self) -> list[Context]:
-        """Return the contexts whose result is final and new since this was last asked."""
-        new = []
-        for context in self.contexts.values():
-            result = (context.status, context.winner)
-            if self.is_final(context) and self._reported.get(context.name) != result:
-                self._reported[context.name] = result
-                new.append(context)
-        return new
 
     def open(self) -> None:
         """Begin a session: take up what earlier ones left unfinished."""
@@ -229,21 +197,21 @@ class SearchState:
         if self._left_race is not None or self.race_runs is not None or self.verify_bits is not None:
             return  # which compare them
         for name, context in list(self.contexts.items()):
-            if context.is_lasting and self.is_final(context) and not self._comparison.is_under_way_or_left:
+            if (
+                context.is_lasting
+                and self.results.is_final(context)
+                and not self._comparison.is_under_way_or_left
+            ):
                 self.kept[name] = self.contexts.pop(name)
-
-    def stays(self, name: str) -> bool:
-        """Return whether a context outlives a session that is dropped."""
-        context = self.contexts[name]
-        return context.settled and not (context.is_spent or self.is_undecided(context))
 
     def drop(self, keeps: Container[str]) -> None:
         """Drop searches under way, what nothing works for, and contexts that others do not keep."""
         self.kept = {name: context for name, context in self.kept.items() if name in keeps}
-        for name in [name for name in self.contexts if name not in keeps or not self.stays(name)]:
+        gone = [n for n, each in self.contexts.items() if n not in keeps or not self.results.stays(each)]
+        for name in gone:
             del self.contexts[name]
             self._comparison.defaults.pop(name, None)
-            self._reported.pop(name, None)
+            self.results.forget(name)
         self._comparison.drop()
         self.steps.leave()
         self.race_runs = self._left_race = None
@@ -337,8 +305,8 @@ class SearchState:
             self._made.waits += 1
         elif is_compiling:
             self._made.held += 1
-        kind = StepKind.NEW if is_new else StepKind.COMPILING if is_compiling else StepKind.QUIET
-        kind = StepKind.TRIAL if is_trial and not is_new else kind
+        of_others = StepKind.COMPILING if is_compiling else StepKind.QUIET
+        kind = StepKind.NEW if is_new else StepKind.TRIAL if is_trial else of_others
         self.pace.record_apart(report.apart, report.apart_s)
         self.pace.record(kind, report.step_s, report.exchange_s)
 
