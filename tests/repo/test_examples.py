@@ -29,6 +29,15 @@ def test_overlap_tunes_the_kernel_three_ways(tmp_path: Path) -> None:
         assert name in logged
 
 
+def test_experts_on_different_ranks_learn_while_they_are_tuned() -> None:
+    text = run_program(EXAMPLES / "experts.py", "--steps", "16", "--tokens", "16", "--experts", "4")
+    assert re.search(r"^\d+ contexts in \d+ runs on 2 ranks", text, re.M), text
+    assert "send_tokens[" in text
+    found = re.search(r"^16 steps; loss ([\d.]+) at first, ([\d.]+) at the end$", text, re.M)
+    assert found is not None, text
+    assert float(found[2]) < 0.9 * float(found[1]), text
+
+
 @pytest.mark.slow
 def test_a_transformer_is_trained_as_plain_torch_trains_it() -> None:
     text = run_program(EXAMPLES / "train_transformer.py", "--steps", "3", "--dp", "2", ranks=4)
