@@ -142,10 +142,11 @@ class Dispatcher:
         context, config = binding.rank_context, binding.configs[candidate]
         run = context.run  # read once: a session of another thread may begin one meanwhile
         is_trial = call.tunes and run.count == 0 and context.tries(candidate)
+        is_rest = candidate == context.rest  # no part of the trial
         with self._guard.launching(context.name, candidate) if is_trial else contextlib.nullcontext():
             launch.run_pre_hook(config)
             loaded = self._ensure_loaded(call, launch, binding, candidate) if call.tunes else None
-            if call.tunes and context.measures:
+            if call.tunes and context.measures and not is_rest:
                 grid = RecordedGrid(launch.kwargs.get("grid"))
                 counted = launch.with_grid(grid) if callable(launch.kwargs.get("grid")) else launch
                 mark = context.samples.start()
@@ -158,7 +159,8 @@ class Dispatcher:
                     run.ran.add(MIXED)  # the interval may hold a compilation: the run does not count
             else:
                 result = launch.run(config)
-            run.ran.add(candidate)
+            if not is_rest:
+                run.ran.add(candidate)
             run.count += 1
         return result
 

@@ -125,6 +125,14 @@ class RankContext:
         return self.order.winner
 
     @property
+    def rest(self) -> str:
+        """Return what launches behind the first one take, where that has tried a slow one; "": the same."""
+        if self.order is None or self.order.next_launch.rest < 0 or not self.run.count:
+            return ""
+        rest = self.order.digests[self.order.next_launch.rest]
+        return rest if rest in self.texts and rest not in self.bans else ""
+
+    @property
     def measures(self) -> bool:
         """Return whether launches of this run are samples."""
         if self.order is None:
@@ -260,8 +268,9 @@ class RankContext:
             planned = "" if self.order is None else self.order.digests[self.order.planned]
             is_usable = planned in self.texts and planned not in self.bans
             self.run.choice = planned if is_usable else self.stand_in()
-        if self.run.choice in binding.configs and self.run.choice not in failed:
-            return self.run.choice
+        choice = self.rest or self.run.choice
+        if choice in binding.configs and choice not in failed:
+            return choice
         return self.stand_in(binding.configs, failed)
 
     def stand_in(self, among: Collection[str] | None = None, failed: Mapping[str, str] = NONE_FAILED) -> str:

@@ -17,6 +17,7 @@ from .shared_context import About, SharedContext, Status
 from .strategies import TIE, least
 
 NOT_SHARED = "not a candidate on every rank"  # why it is banned where ranks have others
+SLOW = 2.0  # times the fastest: such a candidate is tried in one launch of a run
 
 
 class RunVerdict(enum.Enum):
@@ -80,6 +81,7 @@ class Context(SharedContext):
         self.waiting = False  # online: the trial has run, some rank's sample is not read yet
         self.trial: int | None = None  # the candidate that its search waits for
         self.is_held = False  # the next run tries nothing: see `Pace`
+        self.is_spared = False  # slow candidates are tried in one launch of a run
         self.next_run = NextRun()
         self.launch_winner: int | None = None  # of its launches, where whole runs are still to judge
         self.by_run = RunVerdict.NOTHING
@@ -121,6 +123,15 @@ class Context(SharedContext):
         fastest = min(known, key=known.__getitem__)
         is_faster = known[fastest] * (1 + TIE) < least(self.times.agreed_ms(incumbent))
         return fastest if is_faster else incumbent
+
+    @property
+    def rest(self) -> int:
+        """Return what launches behind the first one take where it tries a slow candidate; -1: the same."""
+        if not (self.is_spared and self.is_racing and self.is_tuned_by_launches):
+            return -1
+        assert self.trial is not None
+        known, best = self.times.agreed_ms, self.best_so_far
+        return best if 0 < SLOW * known(best) <= least(known(self.trial)) else -1
 
     @property
     def planned(self) -> int:

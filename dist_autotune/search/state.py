@@ -275,7 +275,7 @@ class SearchState:
         """Let each context launch what the phase under way plans, else its incumbent."""
         phase, holds = self.phase, self.pace.holds
         for context in self.contexts.values():
-            context.is_held = holds
+            context.is_held, context.is_spared = holds, self.pace.is_felt
         if self.run_phase is not None:
             self.run_phase.is_held = holds
         plan, is_compared = phase.plan(), phase is self.verify_bits

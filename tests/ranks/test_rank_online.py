@@ -11,10 +11,9 @@ from rank_programs import (
     tune,
 )
 
-import dist_autotune.tuner.rank_run
-import dist_autotune.tuner.session
 from dist_autotune.logs.records import Note
 from dist_autotune.timing.samples import READ_WITHIN_RUNS
+from dist_autotune.tuner import function_state, rank_run, session
 from ranks import assert_all_ok, run_ranks
 
 
@@ -176,7 +175,7 @@ def test_training_costs_no_more_than_the_overhead_while_it_is_tuned_and_is_bit_e
 
     def train(rank, wrap, steps):
         time, bench, weight, losses, ended_s = PretendedTime(), Bench(), torch.ones(64), [], [100.0]
-        for module in (dist_autotune.tuner.session, dist_autotune.tuner.rank_run):
+        for module in (function_state, rank_run, session):
             monkeypatch.setattr(module, "time", time)
         kernel = bench.kernel(ms)
 

@@ -357,3 +357,16 @@ def test_new_keys_without_end_leave_few_under_way_and_one_that_comes_again_goes_
         tuned(64)
     (first,) = [context for context in tuned.report.contexts if context.key[0] == 64]
     assert (first.status, winner(first)) == ("tuned", 32)
+
+
+def test_online_a_slow_candidate_is_launched_once_a_run_beside_the_fastest_that_is_known(bench):
+    kernel = bench.kernel({16: 2.0, 32: 5.0, 64: 1.0})
+    tuned = bench.tune(
+        lambda: [launch(kernel, numbers()) for _ in range(3)], mode="online", n_warmup=1, overhead=0.5
+    )
+    while not tuned.settled:
+        tuned()
+    blocks = bench.blocks()
+    by_run = [blocks[first : first + 3] for first in range(0, len(blocks), 3)]
+    assert [run for run in by_run if 32 in run] == [[32] * 3, [32, 16, 16]]
+    assert sorted(only(tuned.report).timings.values()) == [1.0, 2.0, 5.0]

@@ -92,8 +92,8 @@ class Pace:
         if kind is not StepKind.NEW:
             self._seconds[kind] += min(took_s, longest * (self.step_s or took_s))
         self._steps[kind] += 1
-        self._exchanges_s += exchange_s
-        self._exchanged += 1
+        self._exchanges_s += exchange_s * (kind is not StepKind.NEW)  # that of the opening is none of a step
+        self._exchanged += kind is not StepKind.NEW
         self.holds = self._overhead is not None and self._is_to_hold(self._overhead)
 
     def record_apart(self, steps: int, took_s: float) -> None:
@@ -166,7 +166,8 @@ class Pace:
         if self._quiet_s:
             return statistics.median(self._quiet_s if self._repaid else self._quiet_s[-RECENT:])
         steps = self._made - len(self._first_s)
-        return (sum(self._seconds.values()) - self._exchanges_s) / steps if steps else 0.0
+        own_s = sum(self._seconds.values()) - self._exchanges_s
+        return max(own_s, 0.0) / steps if steps else 0.0
 
     @property
     def _made(self) -> int:
