@@ -117,19 +117,16 @@ def clear(
             for each in _chosen(cache, kernels, "", key)
             if not older_than or each.created_at <= before.isoformat(timespec="seconds")
         ]
-        _confirm(f"Delete {_entries(len(chosen))} of {cache.directory}?", yes or not chosen)
+        if chosen and not yes:
+            typer.confirm(f"Delete {_entries(len(chosen))} of {cache.directory}?", abort=True)
         cache.remove(chosen)
         terminal.echo(f"Deleted {_entries(len(chosen))} in {cache.directory}")
         return
-    _confirm(f"Delete all entries in {cache.directory}?", yes)
+    if not yes:
+        typer.confirm(f"Delete all entries in {cache.directory}?", abort=True)
     count = remove_abandoned(cache.directory)
     guards = f" and {counted(count, 'crash guard')}" if count else ""
     terminal.echo(f"Deleted {_entries(cache.clear())}{guards} in {cache.directory}")
-
-
-def _confirm(question: str, yes: bool) -> None:
-    if not yes:
-        typer.confirm(question, abort=True)
 
 
 class Format(enum.StrEnum):

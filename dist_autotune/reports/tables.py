@@ -45,9 +45,11 @@ def history_parts(
         yield text("\n".join([*each.report.remarks, session_place(each.session)]))
         yield from (text(note, "yellow") for note in session_notes(each.session))
         yield contexts_table(each)
-        yield from rank_tables(each.session)
+        yield from (_time_table(each.session), _stragglers_table(each.session))
         for context in each.contexts[:most_contexts]:
-            yield from context_tables(context, most)
+            yield candidates_table(context, listed(context, most))
+            if any(choice is not context.winner for choice, _ in ranks_by_choice(context)):
+                yield _alone_table(context)
         if rest := each.contexts[most_contexts or len(each.contexts) :]:
             more = f"candidates of {counted(len(rest), 'more context')}"
             yield text(f"\nNot listed: {more}. --all-candidates lists all, --kernel NAME some.", "dim")
@@ -105,22 +107,6 @@ def session_notes(session: SessionHistory) -> list[str]:
     if missing := session.missing_ranks:
         notes.append(f"No records of ranks {missing}: the figures leave them out.")
     return notes + session.remarks()
-
-
-def rank_tables(session: SessionHistory) -> list[Group]:
-    """Return the tables about the ranks of a session."""
-    return [_time_table(session), _stragglers_table(session)]
-
-
-def context_tables(context: ContextHistory, most: int | None = None) -> list[Group]:
-    """Return the tables about one context: its candidates; what each rank alone would choose, if another.
-
-    most: so many candidates, the fastest and the winner; None: all.
-    """
-    found = [candidates_table(context, listed(context, most))]
-    if any(choice is not context.winner for choice, _ in ranks_by_choice(context)):
-        found.append(_alone_table(context))
-    return found
 
 
 def contexts_table(shown: SessionReport) -> Group:
