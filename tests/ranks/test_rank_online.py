@@ -238,3 +238,29 @@ def test_one_run_and_one_exchange_a_call(rank):
     assert counts == [(1, False), (2, False), (3, True), (4, True), (5, True), (6, True)]
     assert blocks == [16, 32, 64, 32, 32, 32]
     assert (exchanged, runs) == (4, 3)  # the opening, then one for each trial
+
+
+@on_ranks(2)
+def test_a_rank_that_raises_in_a_run_without_an_exchange_goes_on_with_its_peers(rank):
+    bench, x = Bench(), numbers()
+    kernel = bench.kernel({16: 3.0, 32: 1.0 + rank, 64: 2.0})
+    failed = []
+
+    def thunk():
+        launch(kernel, x)
+        run = step._calls._session._run
+        if rank == 1 and run.apart and not failed:
+            failed.append(len(bench.blocks()))
+            raise ArithmeticError
+
+    step = tune(bench, thunk, mode="online", overhead=0.15)
+    ended = []
+    while not step.settled:
+        try:
+            step()
+        except Exception as error:
+            ended.append(type(error).__name__)
+        assert len(bench.blocks()) < 5000
+    assert ended == (["ArithmeticError"] if rank else ["PeerFailed"])
+    assert bool(failed) == (rank == 1)
+    assert blocks_of(step) == {"add64": 32}
