@@ -37,6 +37,8 @@ class NextRun(NamedTuple):
 
     candidate: int | None = None  # None: the context's own trial, or its incumbent
     is_compared: bool = False  # the run compares its bits
+    is_held: bool = False  # it tries nothing: see `Pace`
+    is_spared: bool = False  # slow candidates are tried in one launch of it
 
 
 class Context(SharedContext):
@@ -80,8 +82,6 @@ class Context(SharedContext):
         self.compiling = 0  # online: candidates that some rank has still to compile; then none is tried
         self.waiting = False  # online: the trial has run, some rank's sample is not read yet
         self.trial: int | None = None  # the candidate that its search waits for
-        self.is_held = False  # the next run tries nothing: see `Pace`
-        self.is_spared = False  # slow candidates are tried in one launch of a run
         self.next_run = NextRun()
         self.launch_winner: int | None = None  # of its launches, where whole runs are still to judge
         self.by_run = RunVerdict.NOTHING
@@ -127,7 +127,7 @@ class Context(SharedContext):
     @property
     def rest(self) -> int:
         """Return what launches behind the first one take where it tries a slow candidate; -1: the same."""
-        if not (self.is_spared and self.is_racing and self.is_tuned_by_launches):
+        if not (self.next_run.is_spared and self.is_racing and self.is_tuned_by_launches):
             return -1
         assert self.trial is not None
         known, best = self.times.agreed_ms, self.best_so_far
@@ -144,7 +144,7 @@ class Context(SharedContext):
     @property
     def is_racing(self) -> bool:
         """Return whether the next run is a trial of its own search."""
-        return self.trial is not None and not (self.waiting or self.compiling or self.is_held)
+        return self.trial is not None and not (self.waiting or self.compiling or self.next_run.is_held)
 
     @property
     def is_on_trial(self) -> bool:

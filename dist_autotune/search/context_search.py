@@ -70,7 +70,7 @@ class ContextSearch:
     def advance(self, part: AgreedPart) -> Outcome:
         """Record one run of all ranks, in which its launches are judged if it is on trial."""
         context = self._context
-        is_held = context.compiling or context.is_held
+        is_held = context.compiling or context.next_run.is_held
         was_held = is_held and not context.waiting  # else the report is of a trial before
         context.waiting = part.is_pending and context.trial is not None
         index = context.trial

@@ -273,14 +273,14 @@ class SearchState:
 
     def _apply_plan(self) -> None:
         """Let each context launch what the phase under way plans, else its incumbent."""
-        phase, holds = self.phase, self.pace.holds
-        for context in self.contexts.values():
-            context.is_held, context.is_spared = holds, self.pace.is_felt
+        phase, holds, is_felt = self.phase, self.pace.holds, self.pace.is_felt
+        for context in self.contexts.values():  # the phase asks
+            context.next_run = NextRun(is_held=holds, is_spared=is_felt)
         if self.run_phase is not None:
             self.run_phase.is_held = holds
         plan, is_compared = phase.plan(), phase is self.verify_bits
         for name, context in self.contexts.items():
-            context.next_run = NextRun(plan.get(name), is_compared and name in plan)
+            context.next_run = NextRun(plan.get(name), is_compared and name in plan, holds, is_felt)
 
     def _let_runs_apart(self) -> None:
         """Count the runs without a trial that come before the next exchange: none while news is awaited."""
