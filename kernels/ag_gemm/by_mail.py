@@ -20,10 +20,25 @@ import triton
 import triton.language as tl
 
 from ..configs import INTERPRETED, not_too_large, take_first
-from ..exchange.mail import TICKETS, Mail, MailMemory, receive_part, send_parts, stamp_of, take_ticket
+from ..exchange.mail import (
+    MOST_ROWS,
+    TICKETS,
+    Mail,
+    can_take,
+    leave,
+    open_mail,
+    receive_part,
+    send_parts,
+    stamp_of,
+    take_ticket,
+)
 from ..gemm.configs import class_of_rows
 from ..launches.settled import SettledLaunches, ShapeLaunch
-from ..tensors import FP8
+from ..symm import SymmetricMemory
+from .gather_buffer import RowFormat
+
+LOW_LATENCY = "low-latency"  # this way, in a `tunable`
+BY_MAIL = 2  # the same on ballots
 
 # Each element of a word is NaN, in fp8 or in a wider type; a scale in fp8 is finite then.
 NAN_OF_FP8, NAN = 0x7F7F7F7F, 0x7FFF7FFF
@@ -123,18 +138,47 @@ class ShardsShape(NamedTuple):
 _SETTLED: SettledLaunches[ShardsShape] = SettledLaunches(exchange_shards, operation="AllGatherGemm")
 
 
-def prepare(
-    rank: int, sms: int, memory: MailMemory, shard: torch.Tensor, gathered: torch.Tensor
-) -> Callable[[int], None]:
-    """Return what enqueues the exchange, given the patience, on the current stream.
+class GatherByMail:
+    """The gather of up to 64 rows of each rank in one launch, for one operation; opening is collective.
 
-    shard [rows, row of memory], a part of gathered [W * rows, row of memory], which is contiguous.
+    capacity: rows of a rank, at most. Only where `can_open`.
     """
-    tensors = (*memory, shard.view(torch.int32), gathered.view(torch.int32))
-    (rows, length), world_size = tensors[-2].shape, len(memory.table)
-    aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-    shape = ShardsShape(class_of_rows(rows), length, rows, world_size, sms, shard.device, aligned)
-    lost_word = NAN_OF_FP8 if shard.dtype in (torch.uint8, FP8) else NAN
-    numbers = (rows, memory.mail.shape[2], shape.size_class, length, rank, lost_word)
-    launch = ShapeLaunch(_SETTLED, shape, held=tensors, numbers=numbers)
-    return lambda patience_ticks: launch((), (), (patience_ticks,))
+
+    def __init__(self, memory: SymmetricMemory, row: RowFormat, capacity: int, errors: torch.Tensor) -> None:
+        self._width, self._dtype = row.memory
+        self._rank, self._world_size, self._device = memory.rank, memory.world_size, memory.device
+        self._nan = NAN_OF_FP8 if row.is_scaled else NAN
+        self._memory, self._lost = open_mail(memory, capacity, self._width, self._dtype, errors)
+
+    @staticmethod
+    def can_open(row: RowFormat) -> bool:
+        """Return whether rows of that format can go by mail."""
+        return can_take(1, *row.memory)
+
+    def can_take(self, size_class: int) -> bool:
+        """Return whether calls of a class of all ranks' rows can go so."""
+        return size_class <= self._world_size * MOST_ROWS
+
+    def prepare(self, sms: int, gathered: torch.Tensor, shard: torch.Tensor) -> Callable[[int], None]:
+        """Return what enqueues the exchange, given the patience, on the current stream.
+
+        shard [rows, row of memory], a part of gathered [W * rows, row of memory], which is contiguous. Both
+        are kept.
+        """
+        tensors = (*self._memory, shard.view(torch.int32), gathered.view(torch.int32))
+        rows, length = tensors[-2].shape
+        aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+        shape = ShardsShape(class_of_rows(rows), length, rows, self._world_size, sms, self._device, aligned)
+        numbers = (rows, self._memory.mail.shape[2], shape.size_class, length, self._rank, self._nan)
+        launch = ShapeLaunch(_SETTLED, shape, held=tensors, numbers=numbers)
+        return lambda patience_ticks: launch((), (), (patience_ticks,))
+
+    def send_nan(self, sms: int, rows: int, patience_ticks: int) -> None:
+        """Enqueue the exchange of a call that this rank refuses: its rows are NaN."""
+        size = self._world_size, rows, self._width * self._dtype.itemsize // 4
+        gathered = torch.full(size, self._nan, dtype=torch.int32, device=self._device)
+        self.prepare(sms, gathered.flatten(0, 1), gathered[self._rank])(patience_ticks)
+
+    def leave(self) -> None:
+        """Let each peer find this rank given up, but for words that it has sent before."""
+        leave(self._lost, self._rank)

@@ -18,7 +18,6 @@ other's peers.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
@@ -31,7 +30,6 @@ from dist_autotune.for_operations import Standing
 from ..agreement.ballots import COLLECTIVE
 from ..agreement.collective import Collective
 from ..epilogues import NO_EPILOGUE, ONLY_SUMS, Epilogue, EpilogueKind, result_columns
-from ..exchange import mail
 from ..exchange.call import NumberedCalls
 from ..exchange.fill_nan import filler_of_chunks
 from ..exchange.flags import FLAGS, NO_MAIL, NOT_SENT, OTHER_ROWS
@@ -49,15 +47,13 @@ from ..tensors import (
     lies_by_columns,
     remember,
 )
-from . import by_mail, specialized
+from . import specialized
+from .by_mail import BY_MAIL, LOW_LATENCY, GatherByMail
 from .call import Consumer, GatherLayout, GatherMemory, Product
 from .choices import Choice, Fixed, options_for
 from .gather_buffer import GatherBuffer, RowFormat
 from .matmul import multiply_into
 from .plain import PlainConsumer
-
-LOW_LATENCY = "low-latency"  # the way by mail, in a `tunable`
-BY_MAIL = 2  # the same on ballots
 
 
 class AllGatherGemm(NumberedCalls):
@@ -148,11 +144,10 @@ class AllGatherGemm(NumberedCalls):
         self._pusher = ChunkPusher(memory, self._gather, memory.allocate((FLAGS, world), torch.int32))
         self._pushes = self._pusher.pushes
         self._collective = self._open_collective(memory)
-        self._mail: mail.MailMemory | None = None
+        self._mail: GatherByMail | None = None
         memory.require_equal("low_latency", str(self._low_latency))
-        width, of_row = self._format.memory
-        if self._low_latency is not False and world > 1 and mail.can_take(1, width, of_row):
-            self._mail, self._lost = mail.open_mail(memory, self._capacity, width, of_row, self._errors)
+        if self._low_latency is not False and world > 1 and GatherByMail.can_open(self._format):
+            self._mail = GatherByMail(memory, self._format, self._capacity, self._errors)
         # Rows of each rank in the last call; below 0: in one piece, see `GatherBuffer.room`; None: elsewhere.
         self._gathered: int | None = 0
 
@@ -291,13 +286,10 @@ class AllGatherGemm(NumberedCalls):
         choose = Standing(options.choose)
         fill_nan = filler_of_chunks(out, self._pusher.flags, self.rank, rows)
         made = GatherLayout(rows, class_of_rows(shape[0]), shape, options, choose, fill_nan)
-        if self._mail is not None and made.size_class <= self.world_size * mail.MOST_ROWS:
-            made = replace(made, mail=self._prepare_mail(*self._buffer.room(rows)))
+        if self._mail is not None and self._mail.can_take(made.size_class):
+            programs = self._sms or INTERPRETED_PROGRAMS
+            made = replace(made, mail=self._mail.prepare(programs, *self._buffer.room(rows)))
         return made
-
-    def _prepare_mail(self, gathered: torch.Tensor, own: torch.Tensor) -> Callable[[int], None]:
-        assert self._mail is not None
-        return by_mail.prepare(self.rank, self._sms or INTERPRETED_PROGRAMS, self._mail, own, gathered)
 
     def _agree(self, layout: GatherLayout, is_capturing: bool) -> int:
         key = layout.size_class
@@ -389,10 +381,8 @@ class AllGatherGemm(NumberedCalls):
         if way == COLLECTIVE:
             self._take_part(rows)
         elif way == BY_MAIL:
-            width, of_row = self._format.memory
-            nan = by_mail.NAN_OF_FP8 % 256 if self._format.is_scaled else math.nan
-            gathered = torch.full((self.world_size, rows, width), nan, dtype=of_row, device=self.device)
-            self._prepare_mail(gathered.flatten(0, 1), gathered[self.rank])(self._patience_ticks)
+            assert self._mail is not None
+            self._mail.send_nan(self._sms or INTERPRETED_PROGRAMS, rows, self._patience_ticks)
         else:
             self._stand_in_by_pushes(self._pusher.flags, counted=True)
         self._gathered = 0
@@ -406,4 +396,4 @@ class AllGatherGemm(NumberedCalls):
     def _leave_peers(self) -> None:
         super()._leave_peers()
         if self._mail is not None:
-            mail.leave(self._lost, self.rank)
+            self._mail.leave()

@@ -210,7 +210,7 @@ class GatheringByMail(GatheringRows):
 
     def poison(self, op):
         if op._mail is not None:  # NaN in each type, stamped by no call that is near
-            op._mail.mail.fill_((1 << 60) - 1)
+            op._mail._memory.mail.fill_((1 << 60) - 1)
         super().poison(op)
 
 
