@@ -21,13 +21,14 @@ LENT_STEPS = 64  # their overhead may be spent before they are made
 LOOK = 3  # steps at a time that tell what one without tuning takes
 RECENT = 9  # of these steps without a trial that tell what a settled one takes; behind the last trial all do
 MOST_TRIED = 12  # steps with a trial in a row; then one tells what those without it take by now
-MARGIN = 0.95  # of the overhead is used: what a settled step takes is known to some per cent
+MARGIN = 0.9  # of the overhead is used: what a settled step takes is known to some per cent
 REFILLED = 0.75  # of what is lent: trials begin again when no more is spent
 MOST_APART = 16  # steps from one exchange to the next, at most
 MOST_HELD = 32  # steps in a row without a trial, where even those take longer than the overhead allows
-MOST_REPAID = 2000  # steps behind the last trial, likewise
+MOST_REPAID = 600  # steps behind the last trial, likewise
 # Times a settled step, at most, that one counts: what takes longer is the program's: a checkpoint, a pause.
 LONGEST, LONGEST_QUIET = 5.0, 2.0
+IMPORTS_S = 0.6  # of the first step: the session's modules are imported in it
 
 
 class StepKind(enum.Enum):
@@ -150,7 +151,7 @@ class Pace:
     @property
     def _extra_s(self) -> float:
         """Return the seconds that steps have taken beyond those without tuning."""
-        most_s = LONGEST_QUIET * self.step_s  # what takes longer compiled
+        most_s = max(LONGEST * self.step_s, IMPORTS_S)  # what takes longer compiled
         first_s = sum(min(each, most_s) for each in self._first_s)
         return first_s + sum(self._seconds.values()) - self._made * self.step_s
 
