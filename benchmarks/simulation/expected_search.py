@@ -30,8 +30,7 @@ from benchmarks.simulation.recorded_tables import (
     third_party,
     two_kernels,
 )
-from dist_autotune.search.expectation.flow import order_of
-from dist_autotune.search.expectation.order import best_start
+from dist_autotune.search.expectation.order import best_start, order_of
 
 LOSES = 0.03
 

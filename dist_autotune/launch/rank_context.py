@@ -13,9 +13,8 @@ from ..compilation.compiler import CompileState
 from ..errors import NoValidConfig
 from ..formatting import config_label
 from ..search.expectation.fields import UNKNOWN, Fills, TimesByKey
-from ..search.expectation.flow import order_of
 from ..search.expectation.keys import by_distance
-from ..search.expectation.order import best_start
+from ..search.expectation.order import best_start, order_of
 from ..search.messages import MIXED, Claim, Part, Upgrade
 from ..search.orders import ContextOrder
 from ..search.rules import BY_LAUNCH

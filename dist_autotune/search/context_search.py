@@ -7,8 +7,7 @@ from collections.abc import Callable, Container
 from typing import TYPE_CHECKING
 
 from ..formatting import counted
-from .expectation.flow import order_of
-from .expectation.order import Meanwhile, TrialOrder
+from .expectation.order import Meanwhile, TrialOrder, order_of
 from .messages import Announcement
 from .reports import AgreedPart
 from .rules import BY_LAUNCH, BY_RUN, Rules

@@ -6,8 +6,7 @@ import functools
 import math
 from dataclasses import dataclass
 
-from .expectation.flow import expected
-from .expectation.order import EXPECTED_FROM, MANY, TrialOrder
+from .expectation.order import EXPECTED_FROM, MANY, TrialOrder, expected
 from .strategies import RunningFlow, Strategy, racing_runs, timing_default
 
 BY_LAUNCH, BY_RUN = "launch", "run"  # the judge of a candidate

@@ -139,15 +139,15 @@ class SearchState:
 
     def _meanwhile(self, name: str) -> Meanwhile:
         """Return what the session knows by now, for the search of a context."""
-        context, is_online = self.contexts[name], self.rules.mode == "online"
-        run_ms = 1e3 * self.pace.step_s if is_online else 0.0
-        told, (least_ms, most_ms) = (
-            self.kernels.times_so_far(self.contexts.values(), context.kernel_id),
-            context.device_ms,
-        )
-        part = min(context.launches * least_ms / run_ms, 1.0) if run_ms else 1.0
-        most = min(context.launches * most_ms / run_ms, 1.0) if run_ms and most_ms else 1.0
-        return Meanwhile(told, part, most, is_online)
+        context = self.contexts[name]
+        told = self.kernels.times_so_far(self.contexts.values(), context.kernel_id)
+        if self.rules.mode != "online":
+            return Meanwhile(told)
+        least_ms, most_ms = context.device_ms
+        step_ms, shortest_ms = 1e3 * self.pace.step_s, 1e3 * self.pace.shortest_s
+        part = min(context.launches * least_ms / step_ms, 1.0) if step_ms else 1.0
+        most = context.launches * most_ms / shortest_ms if shortest_ms else None
+        return Meanwhile(told, part, most, is_online=True)
 
     def open(self) -> None:
         """Begin a session: take up what earlier ones left unfinished."""

@@ -1,4 +1,4 @@
-"""The order in which the candidates of a key are tried, and when the untried ones cannot pay."""
+"""The search that tries a few candidates of a key: in which order, and when the untried ones cannot pay."""
 
 from __future__ import annotations
 
@@ -8,7 +8,18 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from ...codec import digest
-from ..strategies import least
+from ..strategies import (
+    PAIR_FACTOR,
+    Flow,
+    Pause,
+    Warmup,
+    Winner,
+    faster_of_two,
+    least,
+    racing_runs,
+    rounds,
+    within,
+)
 from .fields import UNKNOWN, Fills, TimesByKey
 from .model import Expectation
 
@@ -31,6 +42,7 @@ _SHARE, _SHARE_OF_MANY = 0.15, 0.07  # where one key has told; four, of a hundre
 _AT_LEAST_TOLD, _AT_LEAST_KEYS = 8, 5  # candidates of these: of few candidates 15 % lose too much
 _SHARE_MEANWHILE = 0.5  # of fewer than a hundred, where other keys tell since the first trial
 _SHARE_OF_SMALL = 0.25
+MORE_RUNS = 24  # of the fastest and the first, where the noise may explain what lies between them
 _WAVE_TOLD = 4  # of those behind the first three
 _NORMAL = statistics.NormalDist()
 
@@ -53,8 +65,8 @@ class Meanwhile:
 
     told: TimesByKey = field(default_factory=dict)  # by the kernel's keys, this one too
     part: float = 1.0  # of a run, that this key takes for sure
-    most: float = 1.0  # of a run, that this key may take
-    is_online: bool = False  # what it takes is known behind the first candidate's trial
+    most: float | None = 1.0  # of a run, that this key may take; None: not known yet
+    is_online: bool = False  # what it takes is known some steps behind the first candidate's trial
 
 
 class TrialOrder:
@@ -88,7 +100,8 @@ class TrialOrder:
         self._small_part = 0.0  # of a run, that this key takes at most; 0.0: not small, or not known
         self._wave = list[int]()
         self.likely = frozenset[int]()
-        self._choose(1 if known.is_online else self._first_wave, after=[0])
+        self._waits = known.is_online and len(texts) <= MANY  # for what the key takes of a run
+        self._choose(1 if self._waits else self._first_wave, after=[0])
 
     def next(self) -> int | None:
         """Return the next candidate of the wave; None: all have been tried."""
@@ -105,8 +118,11 @@ class TrialOrder:
             self.ms[index] = ms
 
     def widen(self) -> bool:
-        """Let another wave be tried, after all that `next` has given; return whether there is one."""
+        """Let another wave be tried, after all that `next` has given; return whether one is to come."""
         meanwhile = self._meanwhile()
+        if self._waits and meanwhile.most is None and self.ms:
+            self._wave = []
+            return True  # a run without a trial, until it is known
         if meanwhile.told.keys() - {self._key} and len(self._texts) >= FEWEST:
             self.most = min(self.most, max(FEWEST, int(_SHARE_MEANWHILE * len(self._texts))))
         self._gain = max(GAIN, GAIN_OF_RUN / max(meanwhile.part, GAIN_OF_RUN))
@@ -116,7 +132,8 @@ class TrialOrder:
         self.is_hidden = self._bar == -math.inf or bool(self.ms and not self._own_ms)
         if len(self.tried) >= AT_LEAST and self.ms and self._cannot_pay():
             return False
-        self._small_part = meanwhile.most if meanwhile.most < SMALL and self.ms else 0.0
+        most = meanwhile.most or 1.0
+        self._small_part = most if most < SMALL and self.ms else 0.0
         if self._small_part:
             return False
         few = max(AT_LEAST, _SHARE_OF_SMALL * len(self._texts))
@@ -235,6 +252,50 @@ class TrialOrder:
         earlier = self._best_of_waves[:-IDLE_WAVES]
         is_many = len(self._texts) > MANY and not self.expectation.keys
         return is_many and bool(earlier) and earlier[-1] - self._best_of_waves[-1] < GAIN
+
+
+def order_of(
+    key: str,
+    texts: Sequence[str],
+    told: TimesByKey,
+    meanwhile: Callable[[], Meanwhile] = Meanwhile,
+    fills: Fills = UNKNOWN,
+) -> TrialOrder | None:
+    """Return the order of trials of a key's candidates, the first one first; None: all are to be tried.
+
+    told: by other keys before the session. meanwhile: returns what the session knows by now. fills: how much
+    of the SMs' time launches at this key fill.
+    """
+    return TrialOrder(key, texts, told, meanwhile, fills) if len(texts) > AT_LEAST else None
+
+
+def expected(candidates: Sequence[int], *, n_warmup: int, n_repeat: int, order: TrialOrder) -> Flow:
+    """Try candidates in their order, until the untried ones cannot pay; race those near the best.
+
+    One warm-up run and two samples each, then rounds as in `racing`, with the same budget of runs for those
+    that were tried. Before more than the first ones are tried, a `Pause`. It uses no `n_warmup`, `n_repeat`.
+    """
+    agreed_ms: dict[int, float] = {}
+    made = 0
+    while True:
+        if (index := order.next()) is None:
+            if not order.widen():
+                break
+            yield Pause()
+            continue
+        ms = yield Warmup(index)
+        made += 1
+        if ms != math.inf:
+            one = yield index
+            ms = faster_of_two(one, (yield index))
+            made += 2
+        agreed_ms[index] = ms
+        order.tell(index, ms)
+    if order.leaves_first:
+        return Winner(candidates[0], {candidates[0]})
+    alive = within(agreed_ms, order.tried or list(candidates[:1]), PAIR_FACTOR)
+    runs_left = racing_runs(len(order.tried)) - made
+    return (yield from rounds(alive, candidates[0], runs_left, MORE_RUNS))
 
 
 def _sizes(candidates: int, keys: int) -> tuple[int, int, int]:

@@ -18,6 +18,7 @@ from ...formatting import counted
 
 STALE = 0.97  # of what steps without a trial took: a trial that takes less tells that they do by now
 LENT_STEPS = 64  # their overhead may be spent before they are made
+KNOWN = 8  # steps without new keys, of which the shortest is one of the program's
 LOOK = 3  # steps at a time that tell what one without tuning takes
 RECENT = 9  # of these steps without a trial that tell what a settled one takes; behind the last trial all do
 MOST_TRIED = 12  # steps with a trial in a row; then one tells what those without it take by now
@@ -78,6 +79,7 @@ class Pace:
         self._first_s: list[float] = []  # steps that launched new keys
         self._quiet_s: list[float] = []  # steps without a trial, with the configs that are launched by now
         self._tried = self._held = self._repaid = 0  # steps in a row
+        self._shortest_s = math.inf  # of steps without new keys
         self._is_refilling = False
         self.holds = False  # the next step is to hold no trial
 
@@ -91,6 +93,7 @@ class Pace:
         self._tried, self._held = (self._tried + 1, 0) if is_trial else (0, self._held + 1)
         longest = LONGEST_QUIET if kind is StepKind.QUIET else LONGEST
         if kind is not StepKind.NEW:
+            self._shortest_s = min(self._shortest_s, took_s - exchange_s)
             self._seconds[kind] += min(took_s, longest * (self.step_s or took_s))
         self._steps[kind] += 1
         self._exchanges_s += exchange_s * (kind is not StepKind.NEW)  # that of the opening is none of a step
@@ -169,6 +172,11 @@ class Pace:
         steps = self._made - len(self._first_s)
         own_s = sum(self._seconds.values()) - self._exchanges_s
         return max(own_s, 0.0) / steps if steps else 0.0
+
+    @property
+    def shortest_s(self) -> float:
+        """Return what the shortest step took; 0.0: too few are known, and the first ones may compile."""
+        return self._shortest_s if self._made - len(self._first_s) >= KNOWN else 0.0
 
     @property
     def _made(self) -> int:

@@ -14,9 +14,8 @@ from benchmarks.simulation.expected_search import Found, held_back, in_drawn_ord
 from benchmarks.simulation.kernel_sessions import KernelSession
 from benchmarks.simulation.recorded_tables import SUBJECTS, of_fields, table, third_party, two_kernels
 from dist_autotune.options import Options
-from dist_autotune.search.expectation.flow import expected, order_of
 from dist_autotune.search.expectation.keys import by_distance
-from dist_autotune.search.expectation.order import KEYS, MOST_COMPILED, best_start
+from dist_autotune.search.expectation.order import KEYS, MOST_COMPILED, best_start, expected, order_of
 from dist_autotune.search.strategies import RunningFlow, Strategy, exhaustive, racing, racing_runs
 
 
