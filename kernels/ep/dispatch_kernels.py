@@ -10,6 +10,7 @@ from .slots import (
     DISPATCHED,
     OTHER_FORMAT,
     OVER_CAPACITY,
+    SCALED,
     address,
     copy_row,
     end_exchange,
@@ -54,6 +55,7 @@ def send_tokens(
     PER_SM: tl.constexpr,  # the grid's
 ):
     """Send this rank's tokens, choices and count to its peers, and raise the flag of the dispatch there."""
+    tl.static_assert(not FP8 or BLOCK // SCALED > 0)
     number = exchange(state_ptr, DISPATCHED)
     slot = (number & 1) * WORLD + rank
     choices = tl.arange(0, CHOICES)

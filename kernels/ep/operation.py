@@ -281,11 +281,19 @@ class ExpertParallel(NumberedCalls):
         d = self._new_dispatch(ids, self.hidden)
         d.offsets.zero_()
         if kind in (DISPATCH, DISPATCH_MATMUL):
-            self._dispatch(x, ids, fp8=last is True)
+            self._dispatch(x, ids, fp8=last is True and self._can_send_fp8())
         elif kind == BACKWARD:
             self._combine_backward(x, d.rows, d, weights)
         else:
             self._combine(d.rows, d, weights, None)
+
+    def _can_send_fp8(self) -> bool:
+        """Return whether there are kernels that do; else all ranks refuse such a call."""
+        try:
+            self._check_fp8()
+        except (TypeError, ValueError):
+            return False
+        return True
 
     def _leave_peers(self) -> None:
         self._launches.leave()

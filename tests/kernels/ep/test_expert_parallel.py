@@ -180,6 +180,7 @@ def test_ranks_that_dispatch_in_other_formats_are_named(rank):
         x, ids = torch.randn(4, 64), torch.zeros(4, 2, dtype=torch.int64)
         with pytest.raises(ValueError, match="hidden=64; fp8 takes a multiple of 128"):
             op.dispatch(x, ids, fp8=True)
+        assert is_dispatched(op, x, ids, op.dispatch(x, ids))  # it was refused, and broke nothing
     op = ExpertParallel(TOKENS, 128, 4, 2, torch.float32)
     found = "rank 1 did dispatch in fp8, this rank did not so"
     with pytest.raises(ValueError, match=found if rank == 0 else "rank 0 did not dispatch in fp8, this rank"):
