@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import enum
 import math
-import statistics
 
 from msgspec import Struct
 
@@ -168,7 +167,8 @@ class Pace:
     def step_s(self) -> float:
         """Return what a step without tuning takes by now, of all steps until that is known; 0.0: none yet."""
         if self._quiet_s:
-            return statistics.median(self._quiet_s if self._repaid else self._quiet_s[-RECENT:])
+            known_s = sorted(self._quiet_s if self._repaid else self._quiet_s[-RECENT:])
+            return known_s[len(known_s) // 4]  # others slow steps down, and never speed them up
         steps = self._made - len(self._first_s)
         own_s = sum(self._seconds.values()) - self._exchanges_s
         return max(own_s, 0.0) / steps if steps else 0.0
