@@ -103,8 +103,9 @@ class Calls:
             with self._turn(asks_nobody=asks_nobody) as is_own:
                 if not is_own:
                     return thunk()
-                state, is_of_session = self._begin_call(mode, asks_nobody, takes_up=state is not None)
-                if is_of_session:
+                self._wants_session |= state is not None  # all ranks open one in this call, to tune anew
+                state = self._current_state(mode)
+                if not (asks_nobody or self.settled):
                     return self._replay(state, thunk, Arguments(thunk))
         except PutAside:  # before any run: peers have not come to go on with the session
             state, asks_nobody = self._current_state(mode), True
@@ -123,14 +124,18 @@ class Calls:
 
     @contextlib.contextmanager
     def _unsettled_step(self, mode: str, asks_nobody: bool, *, takes_up: bool) -> Iterator[None]:
-        """Make the block a trial, if it gets the turn and something is left to try."""
+        """Make the block a trial, if it gets the turn and something is left to try.
+
+        takes_up: all ranks open a session in this step, to tune anew.
+        """
         try:
             with self._turn(asks_nobody=asks_nobody) as is_own:
                 if not is_own:
                     yield
                     return
-                state, is_of_session = self._begin_call(mode, asks_nobody, takes_up=takes_up)
-                if is_of_session:
+                self._wants_session |= takes_up
+                state = self._current_state(mode)
+                if not (asks_nobody or self.settled):
                     with self._trial(state):
                         yield
                     return
@@ -299,15 +304,6 @@ class Calls:
             self._keep_if_over()
             group.rest(between_calls=self._session is not None)
             raise
-
-    def _begin_call(self, mode: str, asks_nobody: bool, *, takes_up: bool) -> tuple[FunctionState, bool]:
-        """Return the state for a call that has the turn, and whether the call is a part of a session.
-
-        takes_up: all ranks open one in this call, to tune anew.
-        """
-        self._wants_session |= takes_up
-        state = self._current_state(mode)
-        return state, not (asks_nobody or self.settled)
 
     def _begin_settled(self, state: FunctionState, asks_nobody: bool) -> CallUnderWay:
         """Return the launches of a settled call. asks_nobody: new keys in it ask for no session."""
