@@ -86,6 +86,7 @@ class Session:
         self._dropped: tuple[TunedContext, ...] | None = None  # what was known when the session was dropped
         self._dropped_names: tuple[str, ...] = ()  # contexts that the last order drops
         self._interrupted_by = ""  # the failure of the run that left it INTERRUPTED
+        self._until_peers = 0  # so many calls until they come to the exchange that the failure has ended
         self._launches: CallUnderWay  # of the last run
         self.in_place = ""  # what a further run changes though nobody declared it: nothing more is tried
         self.left: tuple[RankContext, ...] = ()  # the keys that stay untuned then
@@ -173,6 +174,11 @@ class Session:
     @contextlib.contextmanager
     def online(self) -> Iterator[None]:
         """Make the block one run, a trial of the session."""
+        if self._until_peers:
+            self._until_peers -= 1
+            with self._known_configs():
+                yield
+            return
         with self._reporting_failures():
             if self._run.apart:
                 with self._run_apart():
@@ -215,7 +221,7 @@ class Session:
 
     def resume(self) -> None:
         """Behind a run that failed on some rank: go on if all ranks have one state; else all drop theirs."""
-        if self._stage is not SessionStage.INTERRUPTED:
+        if not self.is_interrupted:
             return
         failure, self._stage = self._interrupted_by, SessionStage.BETWEEN_RUNS
         state = self.state
@@ -254,10 +260,19 @@ class Session:
     @contextlib.contextmanager
     def _run_apart(self) -> Iterator[None]:
         """Make the block one run without a trial, as the last order says: nothing is read or exchanged."""
+        self._stage = SessionStage.IN_FUNCTION
+        with self._known_configs():
+            yield
+        self._stage = SessionStage.BETWEEN_RUNS
+        self._run.end_apart()
+
+    @contextlib.contextmanager
+    def _known_configs(self) -> Iterator[None]:
+        """Make the block an execution of the function in which nothing is tried."""
+        self.executions += 1
         try:
-            with self._in_function(self._run.begin_apart(), self._diagnosis.watch()):
+            with self._under_way(self._run.begin_apart(), self._diagnosis.watch()):
                 yield
-            self._run.end_apart()
         finally:
             self.state.dispatcher.run_under_way = None
 
@@ -342,7 +357,8 @@ class Session:
 
     @property
     def is_interrupted(self) -> bool:
-        return self._stage is SessionStage.INTERRUPTED
+        """Return whether this call is to go on, with its peers, with what a failed run has left."""
+        return self._stage is SessionStage.INTERRUPTED and not self._until_peers
 
     def put_aside(self, error: PutAside) -> None:
         """Leave the session to a later call: peers have not come to go on with it."""
@@ -378,8 +394,11 @@ class Session:
             raise
 
     def _fail(self, error: BaseException, reported: BaseException) -> None:
-        """Leave a run that raised: tell the peers of `reported`; the next call goes on or starts anew."""
-        group, stage = self.function.group, self._stage
+        """Leave a run that raised: tell the peers of `reported`; a later call goes on or starts anew.
+
+        Peers hear of a run apart at their next exchange. Until then this rank makes its calls beside them.
+        """
+        group, stage, until_peers = self.function.group, self._stage, self._run.apart
         self._stage = SessionStage.BETWEEN_RUNS
         self.state.guard.record_error()
         self._diagnosis.record_failure(reported, group.rank)
@@ -393,6 +412,7 @@ class Session:
         group.fail(reported)
         if is_of_function and self._may_resume:
             self._leave(error)
+            self._until_peers = until_peers
         else:
             self._drop(error)
 

@@ -1,5 +1,7 @@
 """One trial per call: plans stay equal whatever each rank measures and meets."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from rank_programs import (
     tune,
 )
 
+from dist_autotune import PeerFailed
 from dist_autotune.logs.records import Note
 from dist_autotune.timing.samples import READ_WITHIN_RUNS
 from dist_autotune.tuner import function_state, rank_run, session
@@ -224,6 +227,28 @@ def test_training_costs_no_more_than_the_overhead_while_it_is_tuned_and_is_bit_e
     assert (is_equal, blocks[-1]) == (True, min(ms, key=ms.__getitem__))
     assert cost <= 1.15
     assert len(blocks) < 400
+
+
+@on_ranks(2)
+def test_a_rank_that_raises_between_trials_keeps_step_with_peers_that_hear_of_it_at_their_next_exchange(rank):
+    bench, x, ended = Bench(), numbers(), []
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+
+    def thunk(number):
+        launch(kernel, x)
+        dist.all_reduce(torch.ones(1))
+        if rank == 1 and number % 20 in (13, 15):
+            raise ValueError("of the program")
+
+    step = tune(bench, thunk, mode="online", overhead=0.02)
+    for number in range(100):
+        with contextlib.suppress(ValueError, PeerFailed):
+            step(number)
+            ended.append(number)
+    assert len(exchanges(rank)) < 80  # others were made between exchanges
+    if rank == 1:
+        assert ended == [number for number in range(100) if number % 20 not in (13, 15)]
+    assert len(bench.blocks()) == 100
 
 
 @on_ranks(2)
