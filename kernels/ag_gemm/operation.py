@@ -130,13 +130,14 @@ class AllGatherGemm(NumberedCalls):
             group,
             fixed=collective,
             timeout_s=timeout_s,
-            has_further=low_latency is not False,
+            further=low_latency,
         )
         super().__init__(dtype, group, backend, timeout_s)
 
     def _allocate(self) -> None:
         world, memory = self.world_size, self._memory
         self._fixed.check()
+        memory.require_equal("low_latency", str(self._low_latency))
         if self._format.is_scaled and self.device.type == "cuda":
             check_fp8(self.device)
         self._buffer = GatherBuffer(memory, self._format, self._capacity)
@@ -145,7 +146,6 @@ class AllGatherGemm(NumberedCalls):
         self._pushes = self._pusher.pushes
         self._collective = self._open_collective(memory)
         self._mail: GatherByMail | None = None
-        memory.require_equal("low_latency", str(self._low_latency))
         if self._low_latency is not False and world > 1 and GatherByMail.can_open(self._format):
             self._mail = GatherByMail(memory, self._format, self._capacity, self._errors)
         # Rows of each rank in the last call; below 0: in one piece, see `GatherBuffer.room`; None: elsewhere.

@@ -56,8 +56,8 @@ class Collective:
     """The collective of one operation, and the agreement on making it; opening is collective.
 
     operation, choice: names in errors and of the `tunable`. fixed: always or never; None: tuned, for up to
-    `most_rows` of all ranks. has_further: calls may take ways beside WAYS, so ranks agree in any case. Raises
-    ValueError on all ranks if they pass different values, or if their process group cannot make it.
+    `most_rows` of all ranks. further: whether calls take a way beside WAYS, always, never or as tuned. Raises
+    on all ranks if they pass different values, or if their process group or hosts cannot do what is fixed.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Collective:
         fixed: bool | None,
         timeout_s: float,
         most_rows: float = MOST_ROWS,
-        has_further: bool = False,
+        further: bool | None = False,
     ) -> None:
         memory.require_equal("collective", str(fixed))
         if fixed not in (None, True, False):
@@ -81,17 +81,17 @@ class Collective:
         # How many have been made in the last eager call, if ranks agreed on them; else None.
         self.made: int | None = None
         self._votes: dict[Hashable, Standing[str]] = {}
-        is_open = memory.world_size > 1 and (fixed is not False or has_further)
-        self._ballots = self._open_ballots(memory) if is_open else None
+        if memory.world_size > 1 and fixed is not False and not self._has_backend(memory):
+            self._fixed = False
+        is_open = memory.world_size > 1 and (self._fixed is not False or further is not False)
+        self._ballots = self._open_ballots(must=bool(fixed or further)) if is_open else None
 
-    def _open_ballots(self, memory: SymmetricMemory) -> Ballots | None:
-        """Return the ranks' ballots; None if the collective cannot be made, and need not."""
-        if self._fixed is not False and not self._has_backend(memory):
-            return None
+    def _open_ballots(self, *, must: bool) -> Ballots | None:
+        """Return the ranks' ballots; None if hosts share no memory, and need not."""
         try:
             return Ballots(self._operation, self._group, self._timeout_s)
         except SymmetricMemoryError as error:  # on all ranks
-            if self._fixed:
+            if must:
                 raise
             _log.info("%s makes no collectives: %s", self._operation, error)
             return None

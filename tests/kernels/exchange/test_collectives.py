@@ -15,7 +15,7 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-from dense_runs import SCATTERING_SUMS, begin
+from dense_runs import GATHERING_BY_MAIL, SCATTERING_SUMS, begin
 from every_operation import WITH_COLLECTIVES, each
 from expert_runs import SCATTERING, captured_layer, routed_layers
 from operation_runs import (
@@ -33,6 +33,7 @@ from operations import (
     SHAPES,
     SHORT_S,
     DenseRuns,
+    factors,
     in_a_subset,
     in_odd_places,
     replays_among_eager_calls,
@@ -41,6 +42,7 @@ from operations import (
 
 from dist_autotune import contextual_autotune
 from dist_autotune.codec import digest
+from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.agreement import collective
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.launch.tunable import CHOICES
@@ -253,6 +255,18 @@ def test_a_group_that_cannot_make_it_is_refused_where_it_is_fixed(rank):
     with GemmReduceScatter(8, 16, HALF, timeout_s=PATIENCE_S) as op:
         assert not op._collective.vote(8, ())
         return [SCATTERING_SUMS.call_and_compare(op, [4], 16)]
+
+
+@on_ranks(2)
+def test_without_a_collective_ranks_agree_on_calls_by_mail_all_the_same(rank):
+    dist.get_backend_config = lambda group: "cuda:nccl,xcpu:gloo"
+    GATHERING_BY_MAIL.begin(rank)
+    with AllGatherGemm(8, 16, HALF, low_latency=True, timeout_s=PATIENCE_S) as op:
+        errors = [GATHERING_BY_MAIL.call_and_compare(op, [4], 24)]
+        a_shard, weight = factors(4, 24, 16, HALF)
+        refused = message_of(lambda: op(a_shard[:, 1:] if rank else a_shard, weight))
+        assert refused.startswith("ValueError: ")
+        return [*errors, GATHERING_BY_MAIL.call_and_compare(op, [4], 24)]
 
 
 def peer_that_does_not_come(rank, how):
