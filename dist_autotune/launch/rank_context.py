@@ -21,6 +21,7 @@ from ..search.rules import BY_LAUNCH
 from ..storage.known_results import KnownOfKernel
 from ..storage.scope import ContextIdentity
 from ..timing.samples import Reading, Samples
+from ..triton_api.interception import is_in_backward
 from ..triton_api.launch import Key
 
 NONE_FAILED: Mapping[str, str] = {}
@@ -98,6 +99,7 @@ class RankContext:
     fills: Fills = field(default_factory=dict)  # config's text -> the part of the SMs' time it fills
     compile: CompileState = field(default_factory=CompileState)
     launches_per_run: int = 0  # in the last run that launched it before it was settled
+    launched_in_backward: set[bool] = field(default_factory=set)  # both: recomputed there, it may be
     is_published: bool = False  # its result stands where launches outside the function find it
 
     @property
@@ -125,8 +127,12 @@ class RankContext:
 
     @property
     def rest(self) -> str:
-        """Return what launches behind the first one take, where that has tried a slow one; "": the same."""
-        if self.order is None or self.order.next_launch.rest < 0 or not self.run.count:
+        """Return what launches behind the first one take, where that has tried a slow one; "": the same.
+
+        What a checkpoint computes once more in the backward pass takes what it took before.
+        """
+        is_recomputed = len(self.launched_in_backward) > 1
+        if is_recomputed or self.order is None or self.order.next_launch.rest < 0 or not self.run.count:
             return ""
         rest = self.order.digests[self.order.next_launch.rest]
         return rest if rest in self.texts and rest not in self.bans else ""
@@ -263,6 +269,7 @@ class RankContext:
 
     def chosen(self, binding: Binding, failed: Mapping[str, str] = NONE_FAILED) -> str:
         """Return the candidate of this run, or a stand-in where it has failed or the Autotuner pruned it."""
+        self.launched_in_backward.add(is_in_backward())
         if self.run.choice is None:
             planned = "" if self.order is None else self.order.digests[self.order.planned]
             is_usable = planned in self.texts and planned not in self.bans

@@ -248,6 +248,11 @@ def is_interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
+def is_in_backward() -> bool:
+    """Return whether autograd runs a backward pass on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def is_capturing() -> bool:
     """Return whether the current stream is being captured into a CUDA graph."""
     predicate = torch.cuda.is_current_stream_capturing

@@ -15,6 +15,7 @@ from kernels_for_tests import (
     records,
     winner,
 )
+from torch.utils.checkpoint import checkpoint
 from triton.runtime.autotuner import Autotuner
 
 from dist_autotune import contextual_autotune, is_tuning, tunable
@@ -370,3 +371,27 @@ def test_online_a_slow_candidate_is_launched_once_a_run_beside_the_fastest_that_
     by_run = [blocks[first : first + 3] for first in range(0, len(blocks), 3)]
     assert [run for run in by_run if 32 in run] == [[32] * 3, [32, 16, 16]]
     assert sorted(only(tuned.report).timings.values()) == [1.0, 2.0, 5.0]
+
+
+def test_online_a_slow_candidate_is_the_same_in_a_forward_pass_and_when_a_checkpoint_repeats_it(bench):
+    kernel = bench.kernel({16: 2.0, 32: 5.0, 64: 1.0})
+
+    class Added(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return launch(kernel, x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    def step():
+        x = numbers().requires_grad_()
+        checkpoint(lambda: Added.apply(x).square().sum(), use_reentrant=False).backward()
+
+    tuned = bench.tune(step, mode="online", n_warmup=1, overhead=0.5)
+    while not tuned.settled:
+        tuned()
+    blocks = bench.blocks()
+    assert blocks[::2] == blocks[1::2]
+    assert blocks.count(32) == 4
