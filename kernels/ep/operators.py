@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import grouped_mm
+from torch.nn.functional import grouped_mm, pad
 
 from ..tp.operator import Operator
 from .launches import Dispatched
@@ -92,7 +92,8 @@ def _ep_matmul(
 
 
 def _ep_outer_products(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
-    return grouped_mm(by_rows(left).T, by_rows(right), offs=offsets[1:])
+    products = grouped_mm(_at_16_bytes(left).T, _at_16_bytes(right), offs=offsets[1:])
+    return products[:, : left.shape[1], : right.shape[1]].contiguous()
 
 
 # ---- their shapes
@@ -202,6 +203,14 @@ def _ones(topk_ids: Tensor) -> Tensor:
 def by_rows(matrix: Tensor) -> Tensor:
     """Return the matrix with contiguous rows, as kernels take it; an expanded gradient is copied."""
     return matrix if matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1] else matrix.contiguous()
+
+
+def _at_16_bytes(matrix: Tensor) -> Tensor:
+    """Return the matrix, padded where torch's grouped product would refuse it: rows begin at 16 bytes."""
+    matrix, quantum = by_rows(matrix), 16 // matrix.element_size()
+    if matrix.stride(0) % quantum == 0 and matrix.data_ptr() % 16 == 0:
+        return matrix
+    return pad(matrix, (0, -matrix.shape[1] % quantum)).contiguous()
 
 
 ep_dispatch = Operator(_ep_dispatch, _shapes_of_dispatch, _gradients_of_dispatch, _keep_for_dispatch)

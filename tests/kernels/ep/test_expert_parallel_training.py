@@ -29,15 +29,15 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 class Problem:
     """Tokens, choices and weights of all ranks, alike on each; experts with SwiGLU, or SiLU without w3."""
 
-    def __init__(self, world: int, kind: str, counts: list[int]) -> None:
+    def __init__(self, world: int, kind: str, counts: list[int], inner: int = INNER) -> None:
         torch.manual_seed(7)
         self.experts, counts = 2 * world, [counts[rank % len(counts)] for rank in range(world)]
         self.x = [torch.randn(count, HIDDEN) for count in counts]
         self.ids = [routing(kind, count, self.experts, TOPK) for count in counts]
         self.weights = [torch.rand(count, TOPK) for count in counts]
         self.up = [torch.randn(count, HIDDEN) for count in counts]
-        self.w1, self.w2 = (matrices(self.experts, *size) for size in ((INNER, HIDDEN), (HIDDEN, INNER)))
-        self.w3 = matrices(self.experts, INNER, HIDDEN).flip(0)
+        self.w1, self.w2 = (matrices(self.experts, *size) for size in ((inner, HIDDEN), (HIDDEN, inner)))
+        self.w3 = matrices(self.experts, inner, HIDDEN).flip(0)
 
     def gradients(self, *, is_gated: bool) -> tuple[list[torch.Tensor], ...]:
         """Return those of tokens and choices' weights, by rank, and of w1, w2, w3."""
@@ -87,6 +87,7 @@ ROUTINGS = {
     "skewed": ("skewed", [10, TOKENS]),
     "a rank without tokens": ("any", [0, TOKENS]),
     "duplicates": ("duplicates", [TOKENS]),
+    "an odd width": ("any", [TOKENS], 13),
 }
 
 
