@@ -39,8 +39,8 @@ FAILED = 2.0  # times the slowest: what failed counts as
 IDLE_WAVES = 3  # in a row that find nothing faster by more than GAIN: then no more are compiled
 _MANY, _SHARE_UNTOLD = 100, 0.4  # of so many candidates and more, where no key tells
 _SHARE, _SHARE_OF_MANY = 0.15, 0.07  # where one key has told; four, of a hundred candidates and more
-_AT_LEAST_TOLD, _AT_LEAST_KEYS = 8, 5  # candidates of these: of few candidates 15 % lose too much
-_SHARE_MEANWHILE = 0.5  # of fewer than a hundred, where other keys tell since the first trial
+_AT_LEAST_TOLD = 16  # candidates of these, or where four keys tell a quarter: 15 % of few lose too much
+_SHARE_MEANWHILE = 0.6  # of fewer than a hundred, where other keys tell since the first trial
 _SHARE_OF_SMALL = 0.25
 MORE_RUNS = 24  # of the fastest and the first, where the noise may explain what lies between them
 _WAVE_TOLD = 4  # of those behind the first three
@@ -305,7 +305,7 @@ def _sizes(candidates: int, keys: int) -> tuple[int, int, int]:
     wave = max(2, candidates // 8)
     if keys:
         share = _SHARE_OF_MANY if candidates >= _MANY and keys >= KEYS else _SHARE
-        fewest = min(_AT_LEAST_KEYS, max(AT_LEAST, candidates // 4)) if keys >= KEYS else _AT_LEAST_TOLD
+        fewest = min(_AT_LEAST_TOLD, max(AT_LEAST, candidates // 4) if keys >= KEYS else candidates)
         return max(int(share * candidates), fewest), AT_LEAST, min(wave, _WAVE_TOLD)
     if candidates > MANY:
         return MOST_COMPILED, FIRST_WAVE, WAVE

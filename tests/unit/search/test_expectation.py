@@ -91,9 +91,19 @@ def test_candidates_that_nobody_has_told_of_are_the_least_sure():
 
 @pytest.mark.parametrize(
     ("candidates", "keys", "most"),
-    [(20, 1, 8), (72, 1, 10), (100, 3, 15), (300, 1, 45), (14, 4, 3), (20, 4, 5), (72, 4, 10), (300, 4, 21)],
+    [
+        (20, 1, 16),
+        (72, 1, 16),
+        (110, 3, 16),
+        (192, 1, 28),
+        (300, 1, 45),
+        (14, 4, 3),
+        (20, 4, 5),
+        (72, 4, 16),
+        (300, 4, 21),
+    ],
 )
-def test_15_percent_are_tried_at_most_where_keys_were_told_and_7_of_hundreds_where_four_were(
+def test_15_percent_or_sixteen_are_tried_where_keys_were_told_and_7_percent_of_hundreds_where_four_were(
     candidates, keys, most
 ):
     texts = [f"A: {2 ** (index % 10)}, B: {index // 10}" for index in range(candidates)]

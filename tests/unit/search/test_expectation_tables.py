@@ -22,7 +22,7 @@ from dist_autotune.search.strategies import RunningFlow, Strategy, exhaustive, r
 def most_tried(candidates: int, keys: int) -> int:
     """Return how many of so many candidates are tried at most where so many keys are told."""
     share = 0.07 if keys >= KEYS and candidates >= 100 else 0.15
-    return max(int(share * candidates), 5 if keys >= KEYS else 8)
+    return max(int(share * candidates), min(16, candidates // 4 if keys >= KEYS else candidates))
 
 
 def lose(found: Sequence[Found], *, mean: float, over_5_percent: float = 0.0) -> bool:
@@ -34,8 +34,7 @@ def lose(found: Sequence[Found], *, mean: float, over_5_percent: float = 0.0) ->
 def test_a_key_that_is_held_back_loses_little_where_all_others_are_told(name):
     subject = table(name)
     found = held_back(subject)
-    assert not lose(found, mean=0.02, over_5_percent=0.15)
-    assert sum(each.regret for each in found if name != "swiglu_backward") <= 0.01 * len(found)
+    assert not lose(found, mean=0.01)
     assert max(len(each.times) for each in found) <= most_tried(len(subject.configs), KEYS)
 
 
@@ -44,7 +43,7 @@ def test_keys_in_any_order_lose_little_where_nothing_was_told_in_full(name):
     """Sweeps over shapes from an empty cache, in three orders."""
     subject = table(name)
     later = [each for order in in_drawn_orders(subject) for each in order[1:]]
-    assert not lose(later, mean=0.03, over_5_percent=0.2)
+    assert not lose(later, mean=0.015, over_5_percent=0.14)
     most = most_tried(len(subject.configs), 1)  # a few keys are the first of their dtype: none tells of them
     assert sum(len(each.times) > most for each in later) <= 0.1 * len(later)
 
@@ -107,8 +106,8 @@ def test_keys_met_in_one_run_learn_from_what_the_others_try(seed):
     session = KernelSession(two_kernels(), seed)
     assert len(session.session()) <= 120
     assert statistics.fmean(session.regrets()) <= 0.01
-    assert max(session.regrets()) <= 0.1
-    assert session.compiled <= 0.5 * sum(len(each.ms) for each in session.kernels.values())
+    assert max(session.regrets()) <= 0.05
+    assert session.compiled <= 0.55 * sum(len(each.ms) for each in session.kernels.values())
 
 
 @pytest.mark.parametrize("hidden", [1024, 2048])
@@ -118,7 +117,7 @@ def test_kernels_of_other_packages_met_in_one_run_lose_little_but_for_a_few(hidd
     regrets = session.regrets()
     assert statistics.fmean(regrets) <= 0.02
     assert sum(each > 0.05 for each in regrets) <= 0.1 * len(regrets)
-    assert session.compiled <= 0.6 * sum(len(each.ms) for each in session.kernels.values())
+    assert session.compiled <= 0.65 * sum(len(each.ms) for each in session.kernels.values())
 
 
 @pytest.mark.parametrize("seed", range(2))
