@@ -39,6 +39,7 @@ class ExpertParallelMoE(nn.Module):
         return combine(self.op, self._multiply(F.silu(gate) * up, self.w2, d), d, topk_weights)
 
     def _multiply(self, rows: torch.Tensor, weight: torch.Tensor, d: Dispatched) -> torch.Tensor:
-        if rows.dtype == torch.bfloat16:  # of other types torch's host waits for the counts
+        # Of other types torch's host waits for the counts, and it takes rows of whole 16 bytes.
+        if rows.dtype == torch.bfloat16 and (weight.shape[1] | weight.shape[2]) % 8 == 0:
             return F.grouped_mm(rows, weight.mT, offs=d.offsets[1:])
         return matmul(self.op, rows, weight, d)

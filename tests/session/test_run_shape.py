@@ -395,3 +395,12 @@ def test_online_a_slow_candidate_is_the_same_in_a_forward_pass_and_when_a_checkp
     blocks = bench.blocks()
     assert blocks[::2] == blocks[1::2]
     assert blocks.count(32) == 4
+
+
+def test_online_the_report_of_a_session_under_way_names_the_fastest_candidate_so_far(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), mode="online", n_repeat=2, n_warmup=0)
+    for _ in range(5):
+        tuned()
+    context = only(tuned.report)
+    assert (context.status, winner(context), context.ms) == ("tuning", 32, 1.0)
