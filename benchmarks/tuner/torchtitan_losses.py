@@ -1,9 +1,8 @@
 """Trains torchtitan's debug model with its own layers and with ours, on CPU ranks, and compares the losses.
 
-    pip install torchtitan==0.3.0
-    TRITON_INTERPRET=1 torchrun --nproc-per-node 2 -m benchmarks.tuner.torchtitan_losses [--steps 3]
+    ./launch.sh --nproc 2 -m benchmarks.tuner.torchtitan_losses [--steps 3]
 
-torchtitan runs as it is, but for what a CPU lacks: facts about a device's memory, FlexAttention's backward
+It needs `pip install torchtitan==0.3.0`, and no GPU. torchtitan runs as it is, but for what a CPU lacks: facts about a device's memory, FlexAttention's backward
 pass, and with torch 2.13 `set_timeout`. Its backend of DTensors (partial_dtensor), one layer, 16 tokens,
 float32.
 """
@@ -97,8 +96,10 @@ def train(directory: Path, steps: int, overrides: list[str]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=3)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=3, help="of training, each way")
     steps = parser.parse_args().steps
     pretend_a_device()
     dist.init_process_group("gloo")
