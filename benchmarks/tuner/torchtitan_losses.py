@@ -2,9 +2,9 @@
 
     ./launch.sh --nproc 2 -m benchmarks.tuner.torchtitan_losses [--steps 3]
 
-It needs `pip install torchtitan==0.3.0`, and no GPU. torchtitan runs as it is, but for what a CPU lacks: facts about a device's memory, FlexAttention's backward
-pass, and with torch 2.13 `set_timeout`. Its backend of DTensors (partial_dtensor), one layer, 16 tokens,
-float32.
+It needs `pip install torchtitan==0.3.0`, and no GPU. torchtitan runs as it is, but for what a CPU lacks:
+facts about a device's memory, FlexAttention's backward pass, and with torch 2.13 `set_timeout`. Its backend
+of DTensors (partial_dtensor), one layer, 16 tokens, float32.
 """
 
 from __future__ import annotations
