@@ -398,7 +398,7 @@ class Session:
 
         Peers hear of a run apart at their next exchange. Until then this rank makes its calls beside them.
         """
-        group, stage, until_peers = self.function.group, self._stage, self._run.apart
+        group, stage, apart = self.function.group, self._stage, self._run.apart
         self._stage = SessionStage.BETWEEN_RUNS
         self.state.guard.record_error()
         self._diagnosis.record_failure(reported, group.rank)
@@ -406,13 +406,14 @@ class Session:
         is_of_function = stage is SessionStage.IN_FUNCTION and not is_ours and reported is error
         self._run.abandon()
         if self.function.is_alone and not (is_ours or stage is SessionStage.APPLYING):
+            self._run.apart = max(apart - 1, 0)  # the order has counted them
             if not self._may_resume:
                 self._drop(error)
             return
         group.fail(reported)
         if is_of_function and self._may_resume:
             self._leave(error)
-            self._until_peers = until_peers
+            self._until_peers = apart
         else:
             self._drop(error)
 
