@@ -124,6 +124,20 @@ def _has_right_gradients(rank, world, problem, layer) -> bool:
     return True
 
 
+@pytest.mark.parametrize("inner", [13, 16])
+def test_the_layer_takes_experts_of_any_width_in_bfloat16(inner):
+    problem = Problem(1, "any", [TOKENS], inner)
+    wanted, _, _ = problem.gradients(is_gated=True)
+    with opened(2, TOPK, torch.bfloat16) as op:
+        layer = ExpertParallelMoE(op, inner)
+        with torch.no_grad():
+            for name in ("w1", "w2", "w3"):
+                getattr(layer, name).copy_(getattr(problem, name))
+        x = problem.x[0].bfloat16().requires_grad_()
+        layer(x, problem.ids[0], problem.weights[0]).backward(problem.up[0].bfloat16())
+    assert (x.grad - wanted[0]).norm() < 0.05 * wanted[0].norm()
+
+
 @on_ranks(4, timeout_s=150)
 def test_the_layer_trains_in_shards_of_fsdp2_beside_it(rank):
     """The ranks of a dimension have the same experts and, here, the same tokens."""
