@@ -13,7 +13,7 @@ from dist_autotune import EventClock
 from dist_autotune.logs.records import Agreed, ContextSettled, Trial
 from dist_autotune.reports.history import load_history
 from dist_autotune.reports.report import reports_of
-from dist_autotune.reports.tables import contexts_table
+from dist_autotune.reports.tables import history_parts
 from dist_autotune.tables import as_lines
 from dist_autotune.timing.clock import PAIRS
 from ranks import assert_all_ok, run_ranks
@@ -58,9 +58,9 @@ def test_it_is_in_the_report_in_the_log_and_in_what_is_read_back(tmp_path):
     (session,) = history.sessions
     assert session.contexts[0].settled.launch_bound
     (shown,) = reports_of(history, history.sessions)
-    table = "\n".join(as_lines(contexts_table(shown)))
-    assert "tuned, launch-bound" in table
-    assert "launch-bound: the device waited" in table
+    printed = "\n".join(as_lines(*history_parts(history, [shown])))
+    assert "tuned, launch-bound" in printed
+    assert "Launch-bound: the device waited" in printed
 
 
 def test_one_launch_bound_rank_keeps_all_ranks_from_deciding_by_its_host():
