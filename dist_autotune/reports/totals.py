@@ -25,15 +25,9 @@ def total_lines(found: Sequence[Findings]) -> Iterator[str]:
         yield f"Untuned: {labels}: {reason}"
     for each in found if len(found) > 1 else ():  # of one alone its own report says so
         yield f"Gain of {each.name}: {each.report.gain or each.report.step or 'not known'}"
-    yield f"Tuning took {sum(map(_cost_s, found)):.1f} s in all"
+    yield f"Tuning took {sum(each.report.cost_s + each.report.earlier_s for each in found):.1f} s in all"
     for directory in sorted({each.report.log_dir for each in found if each.report.log_dir}):
         yield f"Report: dist-autotune report {directory}"
-
-
-def _cost_s(found: Findings) -> float:
-    """Return the seconds that a function's last session has cost; in replay all of it."""
-    report = found.report
-    return report.seconds if report.cost is None else report.cost.total_s
 
 
 def _label(kernel: str, key: object) -> str:

@@ -133,11 +133,17 @@ class TuningReport:
     session: str = ""  # its name, the same on all ranks and in the logs
     operations: tuple[str, ...] = ()  # how those of its runs send data between ranks, and why so, a line each
     earlier: tuple[TunedContext, ...] = ()  # of the function, settled by earlier sessions of this process
+    earlier_s: float = 0.0  # what all those sessions have cost the program
 
     def share_percent(self, context: TunedContext) -> float | None:
         """Return the share of `context` in the launches of one run that are timed; None: unknown."""
         total = sum(each.run_ms or 0.0 for each in self.contexts)
         return None if context.run_ms is None or not total else 100 * context.run_ms / total
+
+    @property
+    def cost_s(self) -> float:
+        """Return the seconds that the session has cost the program; in replay all of it."""
+        return self.seconds if self.cost is None else self.cost.total_s
 
     @property
     def step(self) -> StepTimes | None:
@@ -154,8 +160,8 @@ class TuningReport:
         more_runs, left, least_trials, most_trials), step (None where unknown; before_ms, after_ms,
         gain_percent, judge, left_out), contexts (a list of kernel, key, config, ms, fastest_rank_ms,
         spread_percent, default_ms, gain_percent, judge, launches, run_ms, status, launch_bound, timings,
-        banned, same_bits, again, untried, not_fastest), earlier (a list of the same), operations. Configs
-        and keys are the texts of the log. `report --json` has it as "report".
+        banned, same_bits, again, untried, not_fastest), earlier (a list of the same), earlier_s, operations.
+        Configs and keys are the texts of the log. `report --json` has it as "report".
         """
         step, outlook = self.step, self.outlook
         return {
@@ -224,29 +230,33 @@ class TuningReport:
 
 
 class ReportsOfFunction:
-    """The report of a function's last session, and the contexts that the sessions before it have settled."""
+    """The report of a function's last session, and what the sessions before it have settled and cost."""
 
     def __init__(self) -> None:
         self.last: TuningReport | None = None
         self._earlier: dict[str, TunedContext] = {}  # by label
+        self._earlier_s = 0.0
 
     def keep(self, report: TuningReport, *, anew: bool) -> None:
         """Keep the report of a session that is over. anew: it took no result from before."""
-        if anew:
-            self._earlier = {}
-        elif self.last is not None:
-            settled = (each for each in self.last.contexts if each.status != "unfinished")
-            self._earlier.update((each.label, each) for each in settled)
+        earlier, self._earlier_s = self._before(report)
+        self._earlier = {} if anew else earlier
         self.last = report
 
     def completed(self, report: TuningReport, later: tuple[TunedContext, ...]) -> TuningReport:
-        """Return a report with the contexts of earlier sessions and with `later` ones; any thread may ask."""
-        contexts = (*report.contexts, *later)
-        if not (self._earlier or later):
-            return report
+        """Return a report with what earlier sessions have found, and `later` contexts. Any thread may."""
+        contexts, (earlier, earlier_s) = (*report.contexts, *later), self._before(report)
         now = {context.label for context in contexts}
-        before = [each for label, each in tuple(self._earlier.items()) if label not in now]
-        return replace(report, contexts=contexts, earlier=tuple(sorted(before, key=time_order)))
+        before = sorted((each for label, each in earlier.items() if label not in now), key=time_order)
+        return replace(report, contexts=contexts, earlier=tuple(before), earlier_s=earlier_s)
+
+    def _before(self, report: TuningReport) -> tuple[dict[str, TunedContext], float]:
+        """Return what the sessions before this one have settled, by label, and the seconds that they cost."""
+        earlier, last = dict(self._earlier), self.last
+        if last is None or last is report:
+            return earlier, self._earlier_s
+        earlier.update((each.label, each) for each in last.contexts if each.status != "unfinished")
+        return earlier, self._earlier_s + last.cost_s
 
 
 def missing_gains(contexts: Iterable[TunedContext]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import random
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,10 @@ from kernels_for_tests import (
 from thread_switches import beside, frequent_switches
 from triton import knobs
 from triton.runtime.autotuner import Autotuner
+
+from dist_autotune.reports.totals import total_lines
+from dist_autotune.search.phases.pace import Cost
+from dist_autotune.tuner.tuners import Findings
 
 HAS_LISTENER = "listener" in vars(type(knobs.autotuning))
 NEEDS_LISTENER = pytest.mark.skipif(not HAS_LISTENER, reason="knobs.autotuning.listener came with Triton 3.8")
@@ -171,6 +176,25 @@ def test_a_winner_that_is_not_the_fastest_in_its_table_says_why(bench, ms, why):
     context = only(tuned.report)
     assert (context.not_fastest.startswith(why), bool(context.not_fastest)) == (True, bool(why))
     assert (f"The winner is not the fastest of {context.label}: {why}" in str(tuned.report)) == bool(why)
+
+
+def test_the_report_and_the_totals_of_a_session_under_way_have_what_earlier_sessions_found_and_cost(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)), mode="online")
+    costs = []
+    for n in (8, 16):
+        for _ in range(6):
+            tuned(n)
+        assert tuned.settled
+        costs.append(tuned.report.cost.total_s)
+    tuned(24)  # asks for a session
+    tuned(24)
+    report = tuned.report
+    assert report.outlook is not None
+    assert sorted(context.key[0] for context in report.earlier) == [8, 16]
+    assert report.earlier_s == pytest.approx(sum(costs))
+    all_s = replace(report, cost=Cost(trials_s=7.0), earlier_s=3.0)
+    assert "Tuning took 10.0 s in all" in total_lines([Findings(all_s)])
 
 
 @pytest.mark.parametrize("mode", ["replay", "online"])
