@@ -210,7 +210,7 @@ class Search:
         )
         result = SearchResult(
             status=context.status,
-            incumbent=-1 if spent else context.incumbent,
+            incumbent=-1 if spent else context.incumbent if context.settled else context.best_so_far,
             winner=-1 if context.winner is None else context.winner,
             is_final=self.state.results.is_final(context),
             is_lasting=context.is_lasting,
