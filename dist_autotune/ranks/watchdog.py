@@ -61,6 +61,7 @@ class Watchdog:
         self._is_closed = False
         # Of any number of threads:
         self._tell_idle: Callable[[], None] | None = None  # while this rank is between calls of a session
+        self._idle_since = 0.0
         self._compiling: list[float] = []  # when blocks that compile have begun
         self._runs: list[_Run] = []
 
@@ -80,8 +81,8 @@ class Watchdog:
                 run.compiled_s += time.monotonic() - began
 
     def idle(self, tell: Callable[[], None] | None) -> None:
-        """Call `tell` once a heartbeat from now on; None: no longer."""
-        self._tell_idle = tell
+        """Call `tell` once a heartbeat from now on, unless the next call comes soon; None: no longer."""
+        self._idle_since, self._tell_idle = time.monotonic(), tell
         if tell is not None:
             self._start()
 
@@ -129,9 +130,11 @@ class Watchdog:
             with self._beating:
                 if self._compiling and not self._is_closed:
                     self._beat()
-            if (tell := self._tell_idle) is not None and not self._is_closed:
+            now = time.monotonic()
+            is_idle = now - self._idle_since >= exchange.HEARTBEAT_S / 2
+            if is_idle and (tell := self._tell_idle) is not None and not self._is_closed:
                 tell()
-            latest = time.monotonic() - exchange.HEARTBEAT_S
+            latest = now - exchange.HEARTBEAT_S
             for run in [run for run in list(self._runs) if run.began <= latest]:
                 self._check_duration(run)
                 if not (run.is_abandoned or self._is_closed):

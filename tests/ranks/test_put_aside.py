@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch.distributed as dist
-from kernels_for_tests import Bench, launch, numbers
+from kernels_for_tests import Bench, launch, numbers, records
 from rank_programs import TIMEOUT_S, blocks_of, tune
 
 from dist_autotune.tuner import session
@@ -35,6 +35,22 @@ def test_ranks_that_call_less_often_cost_the_others_short_waits_and_keys_are_tun
         assert ended == [True, True]
     if mode == "online":
         assert "rank 1 made no call of it within" in results[0].stderr
+
+
+def test_a_rank_whose_loader_is_slow_is_waited_for_over_all_steps_between_two_exchanges():
+    def program(rank):
+        bench = Bench()
+        kernel = bench.kernel({16: 3.0, 32: 1.0, 48: 2.0, 64: 4.0})
+        step = tune(bench, lambda: launch(kernel, numbers()), mode="online", overhead=0.02)
+        for _ in range(40):
+            time.sleep(0.2 * rank)  # the loader
+            step()
+        apart = 40 - sum(event.event == "exchanged" for event in records(rank=rank))
+        return apart > session.PATIENCE_S / 0.2, step.untuned
+
+    results = run_ranks(program, 2)
+    assert assert_all_ok(results) == [(True, ())] * 2
+    assert not any("made no call" in result.stderr for result in results)
 
 
 def test_after_three_calls_in_a_row_the_keys_stay_untuned_until_all_meet_again():
