@@ -112,6 +112,8 @@ class AllGatherGemm(NumberedCalls):
         low_latency: bool | None = False,
     ) -> None:
         check_sizes(m_per_rank=m_per_rank, k=k)
+        if low_latency not in (None, True, False):
+            raise ValueError(f"low_latency is {low_latency!r}; it is True, False, or None, which tunes it")
         if low_latency and (collective or consumer is not None):
             raise ValueError(
                 "low_latency=True fixes the way of calls; pass neither consumer nor collective=True"
