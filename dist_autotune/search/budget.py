@@ -10,6 +10,7 @@ from ..formatting import counted, format_ms, format_percent
 from .context import Context
 from .phases import race_runs, verify_bits
 from .phases.final_comparison import DUEL_RUNS, MOST_RUNS
+from .phases.pace import StepKind
 from .rules import BY_LAUNCH, BY_RUN, Rules
 from .strategies import Asked
 
@@ -75,6 +76,15 @@ class RunsMade:
     trials: int = 0
     waits: int = 0  # online: for a trial's time
     held: int = 0  # online: until candidates were compiled
+
+    def count(self, kind: StepKind, *, waits: bool) -> None:
+        """Count a run as a trial, as a wait for a trial's time, or as held until candidates are compiled."""
+        if kind in (StepKind.NEW, StepKind.TRIAL):
+            self.trials += 1
+        elif waits:
+            self.waits += 1
+        elif kind is StepKind.COMPILING:
+            self.held += 1
 
     def forecast(self, rules: Rules, searched: Sequence[Context], runs: int, *, knows_most: bool) -> Forecast:
         """Return the progress of a session that searches these contexts."""

@@ -31,6 +31,11 @@ class Rules:
     tunes: bool = True  # False: nothing is ever tried, incumbents only (DIST_AUTOTUNE_MODE=cached)
 
     @property
+    def verifies(self) -> bool:
+        """Return whether winners' outputs are compared with the first configs'."""
+        return self.tunes and self.bits != "any"
+
+    @property
     def races(self) -> bool:
         """Return whether contexts judged by whole runs are searched as plans; else they take turns."""
         return self.search in ("racing", "expected")

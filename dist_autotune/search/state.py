@@ -21,7 +21,7 @@ from .phases.final_comparison import FinalComparison
 from .phases.final_results import FinalResults
 from .phases.pace import Pace, StepKind
 from .phases.phase import Phase, RaceLaunches, RunPhase, TakeTurns
-from .phases.race_runs import RaceRuns
+from .phases.race_runs import RaceRuns, search_by_runs
 from .phases.step_gain import StepComparison
 from .phases.verify_bits import VerifyBits
 from .reports import AgreedRun
@@ -48,8 +48,7 @@ class SearchState:
         self.closing = not rules.tunes
         self.has_counted_run = False  # the time of the last run as a whole was a sample
         self.remark = ""
-        verifies = rules.bits != "any" and rules.tunes
-        self.verify_bits = VerifyBits(self.contexts, rules.bits) if verifies else None
+        self.verify_bits = VerifyBits(self.contexts, rules.bits) if rules.verifies else None
         self._race_launches = RaceLaunches(self.contexts)
         self._searches = 0  # by whole runs
         self._left_race: RaceRuns | None = None  # the last session was cut short in it
@@ -96,10 +95,7 @@ class SearchState:
 
     @property
     def has_work(self) -> bool:
-        """Whether runs go on in this session: something is unsettled.
-
-        Or nothing is launched yet: behind the first one, a session is opened for a new key.
-        """
+        """Whether runs go on: something is unsettled, or a session for a new key has launched nothing yet."""
         if self.run_phase is not None or self._pays_back or any(self.unsettled):
             return True
         may_wait = self.rules.tunes and self._sessions > 1 and not self.closing
@@ -143,11 +139,7 @@ class SearchState:
         told = self.kernels.times_so_far(self.contexts.values(), context.kernel_id)
         if self.rules.mode != "online":
             return Meanwhile(told)
-        least_ms, most_ms = context.device_ms
-        step_ms, shortest_ms = 1e3 * self.pace.step_s, 1e3 * self.pace.shortest_s
-        part = min(context.launches * least_ms / step_ms, 1.0) if step_ms else 1.0
-        most = context.launches * most_ms / shortest_ms if shortest_ms else None
-        return Meanwhile(told, part, most, is_online=True)
+        return Meanwhile(told, *self.pace.shares_of(context.launches, context.device_ms), is_online=True)
 
     def open(self) -> None:
         """Begin a session: take up what earlier ones left unfinished."""
@@ -156,8 +148,7 @@ class SearchState:
         self.runs = self.apart = self._idle_runs = 0
         self.pace.open()
         self._pays_back = self._has_compared = False
-        self.steps.leave()
-        self.steps.gain = None
+        self.steps.open()
         self.done, self.closing, self.remark, self._admitting = False, not self.rules.tunes, "", set()
         self._comparison.is_over, self.race_runs, self._left_race = True, self._left_race, None
         for context in self.contexts.values():
@@ -207,8 +198,9 @@ class SearchState:
     def drop(self, keeps: Container[str]) -> None:
         """Drop searches under way, what nothing works for, and contexts that others do not keep."""
         self.kept = {name: context for name, context in self.kept.items() if name in keeps}
-        gone = [n for n, each in self.contexts.items() if n not in keeps or not self.results.stays(each)]
-        for name in gone:
+        for name in [
+            n for n, each in self.contexts.items() if n not in keeps or not self.results.stays(each)
+        ]:
             del self.contexts[name]
             self._comparison.defaults.pop(name, None)
             self.results.forget(name)
@@ -294,19 +286,14 @@ class SearchState:
             context.last_run += self.apart * (context.last_run > 0)
 
     def _count_run(self, report: AgreedRun) -> None:
-        """Count a run as a trial, as a wait for a trial's time, or as held until candidates are compiled."""
+        """Count a run, and what it held beside the program's work."""
         self.runs += 1
-        is_new = any(part.announcement for part in report.parts.values())
-        is_trial = any(each.is_on_trial for each in self._trials)
-        is_compiling = any(context.compiling for context in self.contexts.values())
-        if is_new or is_trial:
-            self._made.trials += 1
-        elif any(each.waiting for each in self._trials):
-            self._made.waits += 1
-        elif is_compiling:
-            self._made.held += 1
-        of_others = StepKind.COMPILING if is_compiling else StepKind.QUIET
-        kind = StepKind.NEW if is_new else StepKind.TRIAL if is_trial else of_others
+        kind = StepKind.of(
+            is_new=any(part.announcement for part in report.parts.values()),
+            is_trial=any(each.is_on_trial for each in self._trials),
+            is_compiling=any(context.compiling for context in self.contexts.values()),
+        )
+        self._made.count(kind, waits=any(each.waiting for each in self._trials))
         self.pace.record_apart(report.apart, report.apart_s)
         self.pace.record(kind, report.step_s, report.exchange_s)
 
@@ -403,7 +390,7 @@ class SearchState:
             self.race_runs = None
         while not (self.race_runs or self.closing) and self._race_launches.is_over and any(self.unsettled):
             self._searches += 1
-            search = self._search_by_runs(launched)
+            search = search_by_runs(self.contexts, self.rules, launched, self._searches)
             self.race_runs = None if search.is_over else search
             if not self.rules.races:
                 break  # contexts that the best plan does not launch wait
@@ -411,10 +398,3 @@ class SearchState:
             self._comparison.begin()
             if self.verify_bits is not None and self.run_phase is None:
                 self.verify_bits.begin()
-
-    def _search_by_runs(self, launched: frozenset[str] | None) -> RaceRuns | TakeTurns:
-        if self.rules.races:
-            if any(context.is_tuned_separately for context in self.unsettled):
-                return TakeTurns(self.contexts, self.rules, None, only_separate=True)
-            return RaceRuns(self.contexts, self.rules, self._searches)
-        return TakeTurns(self.contexts, self.rules, launched)

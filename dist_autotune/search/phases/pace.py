@@ -39,6 +39,12 @@ class StepKind(enum.Enum):
     COMPILING = enum.auto()  # compilers ran beside it
     QUIET = enum.auto()
 
+    @classmethod
+    def of(cls, *, is_new: bool, is_trial: bool, is_compiling: bool) -> StepKind:
+        """Return the kind of a step that held all this: the first of these counts."""
+        of_others = cls.COMPILING if is_compiling else cls.QUIET
+        return cls.NEW if is_new else cls.TRIAL if is_trial else of_others
+
 
 class Cost(Struct, frozen=True):
     """Seconds that a session has cost the program, and the steps over which they are spread."""
@@ -118,6 +124,15 @@ class Pace:
     def is_felt(self) -> bool:
         """Return whether the session lasts so long that a program may feel it."""
         return self._overhead is not None and sum(self._seconds.values()) >= self._free_s
+
+    def shares_of(self, launches: int, device_ms: tuple[float, float]) -> tuple[float, float | None]:
+        """Return the least and the most of a step that so many launches take, of least and most ms each.
+
+        The most is None until some steps have told what one takes.
+        """
+        (least_ms, most_ms), step_ms, shortest_ms = device_ms, 1e3 * self.step_s, 1e3 * self.shortest_s
+        part = min(launches * least_ms / step_ms, 1.0) if step_ms else 1.0
+        return part, launches * most_ms / shortest_ms if shortest_ms else None
 
     @property
     def steps_apart(self) -> int:

@@ -14,7 +14,7 @@ from ..plans.space import SHARE_STEP, Plan, PlanSpace, levels_of
 from ..reports import AgreedRun
 from ..rules import BY_RUN, Rules
 from ..shared_context import Status
-from .phase import RunPhase
+from .phase import RunPhase, TakeTurns
 
 FAMILY, OWN_SAY = 3, 1.15  # contexts of a kernel that steady each other; how far one may differ from them
 EXPLORED_RUNS = 2  # of an option, behind the tuning of its kernels: first uses cost the host
@@ -186,6 +186,20 @@ def _family_ratios(contexts: Iterable[Context]) -> dict[tuple[str, str, str], fl
         for index, ms in context.launch_ms.items():
             found.setdefault(_config_of(context, index), []).append(ms / alike_ms[index])
     return {config: statistics.median(each) for config, each in found.items() if len(each) >= FAMILY}
+
+
+def search_by_runs(
+    contexts: Mapping[str, Context], rules: Rules, launched: frozenset[str] | None, number: int
+) -> RaceRuns | TakeTurns:
+    """Return the phase that judges unsettled contexts by whole runs; number: of it in its session.
+
+    launched: by the last run; None: not known.
+    """
+    if not rules.races:
+        return TakeTurns(contexts, rules, launched)
+    if any(context.is_tuned_separately and not context.settled for context in contexts.values()):
+        return TakeTurns(contexts, rules, None, only_separate=True)
+    return RaceRuns(contexts, rules, number)
 
 
 def _fastest_of_share(context: Context) -> dict[int, float]:

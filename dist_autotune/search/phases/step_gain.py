@@ -71,6 +71,11 @@ class StepComparison(RunPhase):
         self._plans: dict[str, Plan] = {}
         self._runs = 0
 
+    def open(self) -> None:
+        """Begin a session, in which nothing has been compared."""
+        self.leave()
+        self.gain = None
+
     def begin(self) -> None:
         """Compare what this session has searched, if the first configs are not the winners."""
         tuned = [c for c in self._contexts.values() if c.began is not None and c.status is Status.TUNED]
