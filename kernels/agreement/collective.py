@@ -81,17 +81,19 @@ class Collective:
         # How many have been made in the last eager call, if ranks agreed on them; else None.
         self.made: int | None = None
         self._votes: dict[Hashable, Standing[str]] = {}
-        if memory.world_size > 1 and fixed is not False and not self._has_backend(memory):
-            self._fixed = False
-        is_open = memory.world_size > 1 and (self._fixed is not False or further is not False)
-        self._ballots = self._open_ballots(must=bool(fixed or further)) if is_open else None
+        is_open = memory.world_size > 1 and (fixed is not False or further is not False)
+        self._ballots = self._open_ballots(memory, further) if is_open else None
 
-    def _open_ballots(self, *, must: bool) -> Ballots | None:
-        """Return the ranks' ballots; None if hosts share no memory, and need not."""
+    def _open_ballots(self, memory: SymmetricMemory, further: bool | None) -> Ballots | None:
+        """Return the ranks' ballots; None if there is one way alone, or none can and none must be opened."""
+        if self._fixed is not False and not self._has_backend(memory):
+            self._fixed = False
+            if further is False:
+                return None
         try:
             return Ballots(self._operation, self._group, self._timeout_s)
         except SymmetricMemoryError as error:  # on all ranks
-            if must:
+            if self._fixed or further:
                 raise
             _log.info("%s makes no collectives: %s", self._operation, error)
             return None

@@ -204,6 +204,7 @@ class ShapeLaunch(Generic[Shape]):
         launches, shape = self._launches, self._shape
         arguments, given, constants = self._all(addresses, tensors, scalars)
         with launches.turn:
+            take_first.configs_not_timed()  # what launches of other kernels have asked for
             compiled = launch(launches.tuner[shape.grid], *arguments, **constants)
             launches.remember(shape, compiled, constants, given)
 

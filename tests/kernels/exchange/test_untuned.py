@@ -12,6 +12,7 @@ from operation_runs import left_as_before
 from operations import HALF, factors
 
 from dist_autotune import contextual_autotune
+from dist_autotune.kernels.configs import take_first
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs import plain as gemm_rs
 from dist_autotune.kernels.gemm_rs.plain import CANDIDATES, gemm_reduce_scatter
@@ -56,6 +57,14 @@ def test_the_first_call_outside_a_session_says_what_to_do_and_other_sizes_of_the
 
 def test_one_candidate_is_no_choice(op):
     gemm_reduce_scatter.configs = CANDIDATES[:1]
+    assert told_by(lambda: SCATTERING_SUMS.call_and_compare(op, [160], K)) == []
+
+
+def test_candidates_of_other_kernels_are_not_told_as_this_one_s(op):
+    """As of a launch whose kernel is none of a settled one's: experts on different ranks have such."""
+    gemm_reduce_scatter.configs = CANDIDATES[:1]
+    for _ in range(2):
+        take_first(lambda: None, (0.5,))
     assert told_by(lambda: SCATTERING_SUMS.call_and_compare(op, [160], K)) == []
 
 
