@@ -336,9 +336,8 @@ class Calls:
     def _new_session(self, state: FunctionState) -> Session:
         tunes = state.function.tunes
         if tunes:
-            is_dist = self._options.is_dist
-            warn = diagnosis.warn_of_missing_group if is_dist else diagnosis.warn_of_missing_is_dist
-            warn(self._name)
+            of_group, of_option = diagnosis.warn_of_missing_group, diagnosis.warn_of_missing_is_dist
+            (of_group if self._options.is_dist else of_option)(self._name)
         state.known.ignores_known = self._is_retuning and tunes
         self._wants_session = True
         self._settled.begin_session()

@@ -115,9 +115,7 @@ class AllGatherGemm(NumberedCalls):
         if low_latency not in (None, True, False):
             raise ValueError(f"low_latency is {low_latency!r}; it is True, False, or None, which tunes it")
         if low_latency and (collective or consumer is not None):
-            raise ValueError(
-                "low_latency=True fixes the way of calls; pass neither consumer nor collective=True"
-            )
+            raise ValueError("low_latency=True fixes the way: pass neither consumer nor collective=True")
         if collective and consumer is not None:
             raise ValueError(f"consumer is {consumer!r}, but collective=True leaves the product to cuBLAS")
         self._fixed = Fixed(consumer, pieces, programs)
