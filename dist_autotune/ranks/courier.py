@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import datetime
 import functools
 import queue
@@ -69,15 +70,21 @@ class Courier:
         self.release: Callable[[], None] = lambda: None
         self._parcels: queue.SimpleQueue[Parcel[Any] | None] = queue.SimpleQueue()
         self._connection: Any = None
+        self._has_ended = False
         self.thread = threading.Thread(target=self._serve, args=(connect,), daemon=True, name=name)
         _couriers.add(self)
         self.thread.start()
         self.start(lambda connection: None)  # connect now: later the host may have gone
 
     def start(self, operation: Callable[[Any], T]) -> Parcel[T]:
-        """Let the thread call `operation` with its connection, behind what it was given before."""
+        """Let the thread call `operation` with its connection, behind what it was given before.
+
+        Behind `close` it fails at once.
+        """
         parcel = Parcel(operation)
         self._parcels.put(parcel)
+        if self._has_ended:
+            self._refuse_left()
         return parcel
 
     def do(self, operation: Callable[[Any], T], limit_s: float = OPERATION_S) -> T:
@@ -103,7 +110,16 @@ class Courier:
             parcel.under_way.release()
             del parcel  # and what it carries
         self._connection = None
+        self._has_ended = True  # before what has come behind the end is refused: nobody waits for it
+        self._refuse_left()
         _couriers.discard(self)
+
+    def _refuse_left(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (parcel := self._parcels.get_nowait()) is not None:
+                    parcel.error = StoreLost("the connection has been closed")
+                    parcel.under_way.release()
 
 
 _couriers: set[Courier] = set()  # whose threads have not ended

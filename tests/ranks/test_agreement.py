@@ -24,6 +24,7 @@ from rank_programs import (
     wait_for,
 )
 
+from dist_autotune.ranks import courier
 from dist_autotune.ranks.group import GROUPS, ProcessGroup
 from dist_autotune.ranks.watchdog import Watch
 from ranks import assert_all_ok, run_ranks, store_server
@@ -133,6 +134,19 @@ def test_a_program_that_keeps_its_group_ends_no_thread_inside_the_store(tmp_path
     assert [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)] == [
         (0, "left: []\n")
     ] * 2
+
+
+def test_what_is_asked_of_a_courier_that_has_ended_fails_at_once():
+    """As a thread that begins to connect while the program ends: it would wait for 30 s."""
+    scout = courier.Courier(dict, "dist_autotune test")
+    scout.close()
+    scout.thread.join(TIMEOUT_S)
+    connecting = courier.Courier(lambda: scout.do(dict.copy), "dist_autotune test")
+    connecting.close()
+    connecting.thread.join(TIMEOUT_S)
+    assert not connecting.thread.is_alive()
+    with pytest.raises(courier.StoreLost, match="has been closed"):
+        connecting.do(dict.copy)
 
 
 # ---- which agreement a call uses
