@@ -3,7 +3,7 @@
     python -m benchmarks.regret --op OP [--nproc N] [--sessions N] [--shapes public] [--json FILE]
     ./launch.sh --nproc N benchmarks/regret.py --op OP ...     # the same; rank 0 starts all processes
 
-OP is ag_gemm, gemm_rs, ag_moe, moe_rs or overlap.
+OP is ag_gemm, gemm_rs, ag_moe or moe_rs.
 
 Protocol: each session is a process group of its own with an empty result cache, which tunes all shapes as a
 user's program would; sessions begin at different shapes, so that each comes first in some. What a session
@@ -15,7 +15,6 @@ every pick as a tuned function that reads the session's cache and tries nothing,
     gemm_rs           as the others, and cuBLAS with a collective
     ag_moe, moe_rs    as the others, and a collective with our grouped GEMM
     others            what tuning finds in this process, and the configs that the sessions timed best
-    overlap           all configs
 
 It checks that a pick loads as the session left it, checks all results against a reference and times all arms
 interleaved (`common/arms.py`). A session's regret is its pick's time over the least of all arms, alternatives
@@ -49,7 +48,7 @@ from benchmarks.common.options import NOT_MEASURED, add_record_options, kept_arg
 from benchmarks.common.processes import end, environment_without_torchrun, run_limited, with_benchmarks
 from benchmarks.fresh_sessions.sessions import Sessions, torchrun
 
-OPERATIONS = ("ag_gemm", "gemm_rs", "ag_moe", "moe_rs", "overlap")
+OPERATIONS = ("ag_gemm", "gemm_rs", "ag_moe", "moe_rs")
 OF_THE_PARENT = (
     "directory",
     "session",

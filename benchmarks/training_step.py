@@ -19,8 +19,7 @@ The arms are then "first configs", "by launches", "by step", "NCCL + cuBLAS", an
     best of families   "by launches" with the fastest combination of options, one option of each choice for
                        all its calls. All combinations are timed, then the faster third, until one is left
 
-Then the record says which part of the gain of "best of families" over "by launches" the tuner found, and what
-bounds the step: the host, the device's kernels or its collectives, by a profile of one step.
+Then the record says which part of the gain of "best of families" over "by launches" the tuner found.
 
 Told besides: on how many keys the ranks' stock picks disagree, and after how many steps a tuning was settled.
 Each arm's loss and gradients are checked against the plain model on all tokens.
@@ -51,11 +50,11 @@ from benchmarks.common.records import add_run_options
 from benchmarks.common.tuned import tuned_record
 from benchmarks.operations.products import relative_error
 from benchmarks.operations.sequences import PLAIN, gather_and_multiply, multiply_and_scatter
-from benchmarks.operations.step_bounds import bounds, enqueued_ms, gain_found_percent, profiled
 from benchmarks.operations.step_plans import (
     Picks,
     best_of_families,
     first_configs,
+    gain_found_percent,
     tune_all,
     tune_with_stock,
 )
@@ -203,7 +202,7 @@ def run(case: str, options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dic
     picks, reports, facts = (plans if options.dp == 1 else plans_beside_sharding)(step, tuners, options)
     measured = measure(arms_of(step, picks), ranks, step.refresh, plan)
     if options.dp > 1:
-        facts |= explained_by(measured, step, picks["by step"])
+        facts |= gains_of(measured)
     ranks.say("; ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items()))
     texts = [
         (context, f"{name}: {context.config}") for name, each in reports.items() for context in each.contexts
@@ -247,22 +246,13 @@ def benchmark_nothing(tuners: list[Any]) -> None:
         tuner._do_bench = lambda call, quantiles: [1.0] * len(quantiles)
 
 
-def explained_by(measured: dict[str, Any], step: Step, found: Picks) -> dict[str, Any]:
-    """Return the part of the best plan's gain over "by launches" that was found, and what bounds the step."""
+def gains_of(measured: dict[str, Any]) -> dict[str, Any]:
+    """Return the best plan's gain over "by launches", and which part of it was found."""
     ms = {arm["name"]: arm["ms"] for arm in measured["arms"] if "ms" in arm}
-    with found.in_use():
-        host_ms = enqueued_ms(step, step.ranks)
-        busy = profiled(step, step.ranks)
-    parts = {"host": host_ms}
-    if busy is not None:
-        parts |= {"device": busy.kernels_ms, "links": busy.links_ms}
     alone, best = ms["by launches"], ms["best of families"]
     return {
         "gain_percent": round(100 * (alone / best - 1), 1),
         "gain_found_percent": gain_found_percent(alone, ms["by step"], best),
-        "device_span_ms": None if busy is None else round(busy.span_ms, 3),
-        "links_beside_kernels_ms": None if busy is None else round(busy.both_ms, 3),
-        **bounds(parts),
     }
 
 

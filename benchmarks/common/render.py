@@ -3,7 +3,7 @@
     python -m benchmarks.common.render RECORD.json                     # print the page
     python -m benchmarks.common.render RECORD.json --directory DIRECTORY  # write it there, with the record
 
-A page has a picture too where plot.py has one of the operation; that needs matplotlib.
+A benchmark that made a table of its own has that one; the others have a row for each case.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import plot
 from benchmarks.common.options import new_parser
 from dist_autotune.tables import as_lines, table
 
@@ -39,8 +38,8 @@ def summary(record: dict[str, Any]) -> str:
     return "\n".join([*lines, *_reasons(record), *_means(record)])
 
 
-def page(record: dict[str, Any], picture: str = "") -> str:
-    """Return the Markdown page of a record; `picture` is the file that shows it, beside the page."""
+def page(record: dict[str, Any]) -> str:
+    """Return the Markdown page of a record."""
     versions = ", ".join(f"{name} {text}" for name, text in record["versions"].items())
     variables = " ".join(f"{name}={text}" for name, text in record["variables"].items())
     lines = [
@@ -66,7 +65,6 @@ def page(record: dict[str, Any], picture: str = "") -> str:
         f"{record['warm_ups']} launches to warm up; results checked against float32 before and after.\n"
         "Protocol and traps: `benchmarks/common/arms.py`.",
         _markdown(*_summary(record)),
-        f"![{record['title']}: times over that of the product alone]({picture})" if picture else "",
         "\n".join(f"* {reason}" for reason in (*_reasons(record), *_means(record))),
         "## Each arm",
         _markdown(*_details(record)),
@@ -210,7 +208,7 @@ def _markdown(columns: Sequence[str], rows: Sequence[Row]) -> str:
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("record", type=Path, help="a --json file")
-    parser.add_argument("--directory", type=Path, help="for page, record and picture")
+    parser.add_argument("--directory", type=Path, help="for page and record")
     options = parser.parse_args()
     text = options.record.read_text()
     record = json.loads(text)
@@ -218,14 +216,7 @@ def main() -> None:
         print(page(record), end="")
         return
     options.directory.mkdir(parents=True, exist_ok=True)
-    picture = ""
-    if record["op"] in plot.PLOTS:
-        try:
-            plot.draw(record, options.directory / f"{file_stem(record)}.svg")
-            picture = f"{file_stem(record)}.svg"
-        except ValueError as error:
-            print(f"no picture: {error}")
-    for suffix, content in ((".md", page(record, picture)), (".json", text)):
+    for suffix, content in ((".md", page(record)), (".json", text)):
         path = options.directory / f"{file_stem(record)}{suffix}"
         path.write_text(content)
         print(path)

@@ -10,10 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import overlap
 from benchmarks.common.arms import Plan, measure
-from benchmarks.common.examples import load_example
-from benchmarks.common.launched import Launched, Observer, autotuners
+from benchmarks.common.launched import Observer, autotuners
 from benchmarks.common.ranks import ON_GPU, Ranks, run_on_ranks, time_limit
 from benchmarks.common.records import INTERPRETER_NOTE, clocks_seen, describe_run, write_json
 from benchmarks.common.render import summary
@@ -22,7 +20,6 @@ from benchmarks.fresh_sessions.plans import (
     Contest,
     Replay,
     best_configs,
-    found_of,
     nothing_is_tried,
     tuned,
     tuned_alternatives,
@@ -34,35 +31,21 @@ from benchmarks.fresh_sessions.table import Regret, arms_table, table
 from benchmarks.operations.harness import PATIENCE_S
 from dist_autotune.kernels.symm import open_symmetric_memory
 
-QUESTIONS = {  # of the example: which of its tunings is to be judged, and where
-    "step, tuned by run time": ("run", "step"),
-    "GEMM alone, tuned alone": ("alone", "GEMM"),
-    "step, tuned by the GEMM's time in it": ("kernel", "step"),
-    "step, tuned alone": ("alone", "step"),
-}
-OWN_QUESTIONS = tuple(QUESTIONS)[:2]  # of tunings by what they go by; the others tell what that is worth
 OWN_SHARE = 0.8  # of a session's limit, for what its ranks do when they have been started
 
 
 def shapes_of(options: argparse.Namespace) -> list[Any]:
     """Return the shapes to tune; raises SystemExit for what is none."""
-    if options.op == "overlap":
-        make, public, default = overlap.Case, overlap.PUBLISHED, overlap.DEFAULT
-    else:
-        operation = OPERATIONS[options.op]
-        make, public, default = operation.shape, operation.public, operation.default
+    operation = OPERATIONS[options.op]
+    make, public, default = operation.shape, operation.public, operation.default
     if options.shapes in ("default", "public"):
         if options.shapes == "public" and not ON_GPU:
             raise SystemExit("--shapes public needs GPUs: the interpreter would take days")
         return list(public) if options.shapes == "public" else [default]
     try:
-        return [make(*map(_number, text.split("x"))) for text in options.shapes.split(",")]
+        return [make(*map(int, text.split("x"))) for text in options.shapes.split(",")]
     except (TypeError, ValueError) as error:
         raise SystemExit(f"--shapes {options.shapes}: {error}; such as {default}") from None
-
-
-def _number(text: str) -> int | float:
-    return float(text) if "." in text else int(text)
 
 
 # ---- a session
@@ -100,8 +83,6 @@ def run_session(options: argparse.Namespace) -> None:
 
 def picks_of(shape: Any, options: argparse.Namespace, ranks: Ranks) -> dict[str, Pick]:
     """Tune one shape, and check what it then computes; return the picks by name."""
-    if options.op == "overlap":
-        return _picks_of_overlap(shape, ranks)
     subject = OPERATIONS[options.op].open(shape, options, ranks)
     subject.refresh()
     ranks.synchronize()
@@ -115,24 +96,9 @@ def picks_of(shape: Any, options: argparse.Namespace, ranks: Ranks) -> dict[str,
     return {str(shape): pick}
 
 
-def _picks_of_overlap(case: overlap.Case, ranks: Ranks) -> dict[str, Pick]:
-    example = load_example("overlap")
-    step = example.Step(case.m, case.n, case.k, case.mib, ranks.device)
-    reports = dict(zip(overlap.PICKS, example.tuned_three_ways(step).values(), strict=True))
-    picks = {}
-    for name, report in reports.items():
-        found = tuple(map(found_of, report.contexts))
-        launched = tuple((each.kernel, each.choice) for each in found)
-        picks[f"{case}: {name}"] = Pick(found, launched, report.runs, round(report.seconds, 2))
-    return picks
-
-
 @contextlib.contextmanager
 def _memory(options: argparse.Namespace, ranks: Ranks) -> Iterator[None]:
     """Keep symmetric memory open for the block, so that NVSHMEM is set up once."""
-    if options.op == "overlap":
-        yield
-        return
     with open_symmetric_memory(None, options.backend, ranks.device, timeout_s=PATIENCE_S) as memory:
         options.backend = memory.name
         yield
@@ -212,66 +178,6 @@ def answers(measured: dict[str, Any], contest: Contest, base: Contender | None) 
     }
 
 
-def time_overlap(case: overlap.Case, options: argparse.Namespace, ranks: Ranks, own: Path) -> dict[str, Any]:
-    """Time every config of the example, in the step and alone; return the record."""
-    example = load_example("overlap")
-    step = example.Step(case.m, case.n, case.k, case.mib, ranks.device)
-    configs = {example.label(config): config for config in example.persistent_gemm.configs}
-    observer, trouble = Observer([example.persistent_gemm]), []
-
-    def refresh() -> None:
-        for tensor in (step.a, step.b, step.bucket):
-            tensor.normal_()
-
-    arms = overlap.arms_of(step, configs)
-    timed = [
-        Contender(arm.name, arm.prepare(), (Launched("persistent_gemm", str(config)),))
-        for arm, config in zip(arms, [*configs.values(), *configs.values()], strict=False)
-    ]
-    measured = measure(arms, ranks, refresh, plan_of(options))
-    rest = measured["arms"][len(timed) :]  # without a kernel of ours
-    ours = {**measured, "arms": measured["arms"][: len(timed)]}
-    void_what_launched_others(ours, timed, observer, ranks, trouble)
-    ms = {arm["name"]: arm["ms"] for arm in ours["arms"] if "unavailable" not in arm}
-    of_config = {str(config): label for label, config in configs.items()}
-    regrets = regrets_of_overlap(case, options, timed, ms, of_config)
-    return {
-        **ours,
-        "arms": [*ours["arms"], *rest],
-        "regrets": regrets,
-        "noise_percent": None,
-        "plans": [each.as_dict() for each in timed],
-        "trouble": trouble,
-        "remarks": [],
-        "clocks": clocks_seen(ranks),
-        "trouble_at_closing": [],
-    }
-
-
-def regrets_of_overlap(
-    case: overlap.Case,
-    options: argparse.Namespace,
-    timed: Sequence[Contender],
-    ms: dict[str, float],
-    of_config: dict[str, str],
-) -> dict[str, Any]:
-    """Return the regret by question, and note with each contender the sessions that picked it.
-
-    ms: by arm, of those that were timed. of_config: the label of each config, by its text.
-    """
-    sessions = Sessions(options.directory)
-    regrets = {}
-    for question, (name, where) in QUESTIONS.items():
-        picks = sessions.picks(f"{case}: {name}", options.sessions)
-        of_sessions = {n: f"{of_config[pick.launched[0][1]]}, {where}" for n, pick in picks.items()}
-        of_question = {arm: time for arm, time in ms.items() if arm.endswith(f", {where}")}
-        if of_question:
-            regrets[question] = Regret.of(of_question, of_sessions).as_dict()
-        for number, arm in of_sessions.items() if question in OWN_QUESTIONS else ():
-            next(each for each in timed if each.arm == arm).sessions.append(number)
-    return regrets
-
-
 # ---- the record
 
 
@@ -294,11 +200,10 @@ def run_timing(options: argparse.Namespace) -> None:
         ended = [each for each in sessions.ended() if each.session <= options.sessions]
         record["sessions"] = [{**vars(each)} for each in ended]
         record["cases"] = cases = []
-        timing = time_overlap if options.op == "overlap" else time_operation
         own = options.directory / "timing" / f"results-{ranks.gather(os.getpid())[0]}"
         with _memory(options, ranks):
             for shape in shapes:
-                case = timing(shape, options, ranks, own / str(len(cases)))
+                case = time_operation(shape, options, ranks, own / str(len(cases)))
                 case["trouble"] += missing_picks(case, [each.session for each in ended])
                 cases.append({"case": str(shape), "dtype": options.dtype, **case})
                 make_tables(record, options.sessions)
@@ -313,17 +218,16 @@ def run_timing(options: argparse.Namespace) -> None:
 
 
 def new_record(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    is_overlap = options.op == "overlap"
-    title = "A GEMM beside an all-reduce" if is_overlap else OPERATIONS[options.op].title
+    operation = OPERATIONS[options.op]
     record = describe_run(
         ranks,
         op=f"regret_{options.op}",
-        title=f"{title}: regret of {options.sessions} sessions",
+        title=f"{operation.title}: regret of {options.sessions} sessions",
         commit=options.commit,
         plan=plan_of(options),
     )
     record["command"] = options.ran_as
-    record["case_title"] = "M x N x K, all-reduce" if is_overlap else OPERATIONS[options.op].case_title
+    record["case_title"] = operation.case_title
     return record
 
 

@@ -148,3 +148,9 @@ def best_of_families(step: Step, base: Picks) -> tuple[Picks, dict[str, Any]]:
         live = sorted(times, key=lambda index: statistics.median(times[index]))[: -(-len(live) // 3)]
     facts = {"best_family_plan": combinations[live[0]], "family_plans": f"{len(times)} of {len(plans)} timed"}
     return plans[live[0]], facts
+
+
+def gain_found_percent(alone_ms: float, found_ms: float, best_ms: float) -> float | None:
+    """Return which part of the best plan's gain over tuning alone was found; None: there is no gain."""
+    gain_ms = alone_ms - best_ms
+    return round(100 * (alone_ms - found_ms) / gain_ms, 1) if gain_ms > 0 else None

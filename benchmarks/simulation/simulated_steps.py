@@ -54,11 +54,6 @@ def a_bad_neighbour(random: Random, kernels: int = 28, candidates: int = 18) -> 
     return Step(launch_ms, beyond_ms, min(plans, key=Step(launch_ms, beyond_ms, fastest).ms))
 
 
-STEPS: dict[str, Callable[[Random], Step]] = {
-    "28 x 18, a bad neighbour": a_bad_neighbour,
-}
-
-
 def settle(step: Step, random: Random, runs_at_most: int = RUNS_AT_MOST) -> Settled:
     """Tune a step by the time of its runs; an AssertionError tells that `runs_at_most` are not enough."""
     own_ms = {candidate: ms for times in step.launch_ms.values() for candidate, ms in times.items()}

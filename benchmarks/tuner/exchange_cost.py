@@ -1,17 +1,15 @@
-"""What an exchange between ranks costs in ms, and a settled call with and without its vote. No GPU needed.
+"""What an exchange between ranks costs in ms, and a settled call. No GPU needed.
 
     python -m benchmarks.tuner.exchange_cost --ranks 2 4 8
 
 Protocol: processes on this host, joined by gloo; torch's own collectives take no part. Times are of whole
 exchanges, back to back: each rank writes its report of 1 or 10 contexts, the deciding rank's search makes the
 next plan, each rank applies the order. The figure is the slowest rank's median (and its quietest tenth) over
-rounds in which the arms take turns. The vote is the difference between settled calls with watch=True and
-watch=False. Before and after, a round trip of one byte between two processes over the loopback device is
-timed, to calibrate. With --deciding, the deciding rank's part alone, for so many ranks. How many bytes travel
-is tested: tests/ranks/test_rank_scale.py.
+rounds in which the arms take turns. With --deciding, the deciding rank's part alone, for so many ranks. How
+many bytes travel is tested: tests/ranks/test_rank_scale.py.
 
 Traps: with more ranks than cores the system's scheduler is timed too; on a busy machine the quietest tenth
-says more than the median, and the calibration says how busy it was.
+says more than the median.
 """
 
 from __future__ import annotations
@@ -155,12 +153,7 @@ def deciding_ms(ranks: int, contexts: int, calls: int) -> Cost:
 
 def exchange_ms(rank: int, calls: int) -> dict[str, Cost]:
     agreement = GROUPS.of(None)
-    votes = {
-        watch: contextual_autotune(
-            lambda: None, is_dist=True, watch=watch, log_dir=None, name=f"watch={watch}"
-        )
-        for watch in (True, False)
-    }
+    settled = contextual_autotune(lambda: None, is_dist=True, log_dir=None, name="settled")
 
     def exchanging(contexts: int) -> Callable[[], Any]:
         runs = Runs(contexts)
@@ -172,7 +165,7 @@ def exchange_ms(rank: int, calls: int) -> dict[str, Cost]:
         return exchange
 
     calls_of = {f"{contexts} contexts": exchanging(contexts) for contexts in (1, 10)}
-    calls_of |= {"settled call with vote": votes[True], "settled call without": votes[False]}
+    calls_of["settled call"] = settled
     times: dict[str, list[float]] = {name: [] for name in calls_of}
     for call in calls_of.values():
         call()
@@ -180,26 +173,6 @@ def exchange_ms(rank: int, calls: int) -> dict[str, Cost]:
         for name, call in calls_of.items():
             times[name] += timed_ms(call, max(1, calls // ROUNDS))
     return {name: median_and_quiet(taken) for name, taken in times.items()}
-
-
-def round_trip_ms(calls: int) -> Cost:
-    """Return the time of one byte there and back between two processes over the loopback device."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def echo() -> None:
-            with socket.create_connection(server.getsockname()) as there:
-                there.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                while byte := there.recv(1):
-                    there.sendall(byte)
-
-        process = multiprocessing.get_context("fork").Process(target=echo, daemon=True)
-        process.start()
-        here, _ = server.accept()
-        with here:
-            here.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            times = timed_ms(lambda: (here.sendall(b"x"), here.recv(1)), calls)
-        process.join(LIMIT_S)
-    return median_and_quiet(times)
 
 
 # ---- all of it
@@ -224,11 +197,9 @@ def main() -> None:
         "deciding": [],
     }
     for ranks in chosen.ranks:
-        trips = [round_trip_ms(chosen.calls)]
         by_rank = on_ranks(exchange_ms, ranks, chosen.calls)
-        trips.append(round_trip_ms(chosen.calls))
         costs = {name: slowest([costs[name] for costs in by_rank]) for name in by_rank[0]}
-        record["real"].append({"ranks": ranks, "round_trip_ms": slowest(trips), "ms": costs})
+        record["real"].append({"ranks": ranks, "ms": costs})
     for ranks in chosen.deciding:
         costs = {f"{each} contexts": deciding_ms(ranks, each, chosen.calls) for each in (1, 10)}
         record["deciding"].append({"ranks": ranks, "ms": costs})
@@ -242,10 +213,9 @@ def table(record: dict[str, Any]) -> list[str]:
     versions = f"torch {record['torch']}, triton {record['triton']}"
     lines = [f"{record['cores']} cores, load {record['load'][0]:.1f}; {versions}"]
     names = list(record["real"][0]["ms"])
-    lines += ["", f"| ranks | round trip | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
+    lines += ["", f"| ranks | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for row in record["real"]:
-        cells = [row["round_trip_ms"], *(row["ms"][name] for name in names)]
-        texts = [f"{cell['median']:.4f} ({cell['quiet']:.4f})" for cell in cells]
+        texts = [f"{cost['median']:.4f} ({cost['quiet']:.4f})" for cost in row["ms"].values()]
         lines.append(f"| {row['ranks']} | {' | '.join(texts)} |")
     lines += [
         "",

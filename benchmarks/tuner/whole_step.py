@@ -12,8 +12,8 @@ of programs; every layer has a shape, and so a context, of its own. The step is 
 
 Then the three plans are timed, interleaved with each config for all layers (`all: ...`): the layers are one
 family, so this is the exhaustive search over families. Told besides: after how many steps each tuning was
-settled, which part of the best family's gain over "launches" the plan by run has, and what bounds the step:
-the products or the all-reduces alone, or the host, which enqueues it.
+settled, and which part of the best family's gain over "launches" the plan by run has. Products and
+all-reduces alone are arms, too: the longer one bounds the step.
 
 Protocol and traps: `common/arms.py`. Without GPUs a tiny step runs on CPU ranks in Triton's interpreter.
 """
@@ -36,7 +36,7 @@ from benchmarks.common.ranks import ON_GPU, Ranks
 from benchmarks.common.records import add_run_options
 from benchmarks.common.tuned import tune_online, tuned_record
 from benchmarks.operations.products import explained_error, relative_error
-from benchmarks.operations.step_bounds import bounds, enqueued_ms, gain_found_percent
+from benchmarks.operations.step_plans import gain_found_percent
 
 LIMIT_S = 300.0
 MOST_STEPS = 1000  # of one tuning
@@ -97,17 +97,15 @@ def tune(step: Step, objective: str) -> tuple[Configs, Any, int]:
     return configs, report, calls
 
 
-def explained_by(measured: dict[str, Any], host_ms: float) -> dict[str, Any]:
-    """Return the best plan of the family, the part of its gain that was found, and what bounds the step."""
+def gains_of(measured: dict[str, Any]) -> dict[str, Any]:
+    """Return the best plan of the family, and the part of its gain that was found."""
     ms = {arm["name"]: arm["ms"] for arm in measured["arms"] if "ms" in arm}
     families = {name: each for name, each in ms.items() if name.startswith("all: ")}
     best = min(families, key=families.__getitem__)
-    parts = {"device": ms["products alone"], "links": ms["all-reduces alone"], "host": host_ms}
     return {
         "best_family_plan": best,
         "gain_percent": round(100 * (ms["launches"] / families[best] - 1), 1),
         "gain_found_percent": gain_found_percent(ms["launches"], ms["run"], families[best]),
-        **bounds(parts),
     }
 
 
@@ -147,9 +145,8 @@ def run(case: str, options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dic
             limit=0.0,
         )
     )
-    host_ms = enqueued_ms(lambda: step(plans["run"]), ranks)
     measured = measure(arms, ranks, step.refresh, plan)
-    facts = explained_by(measured, host_ms)
+    facts = gains_of(measured)
     ranks.say("; ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items()))
     texts = [
         (context, f"{name}: {step.example.label(context.config)}")

@@ -34,7 +34,6 @@ def test_pages_start_benchmarks_as_modules():
 
 
 NEEDED = {"benchmarks.regret": ["--op", "gemm_rs"], "benchmarks.common.render": ["RECORD"]}
-NEEDED |= {"benchmarks.common.plot": ["RECORD", "PICTURE"]}
 
 
 @pytest.mark.parametrize("module", PROGRAMS)
