@@ -13,8 +13,7 @@ from rich.console import Console
 from .. import settings
 from ..codec import to_json
 from ..options import Options
-from ..reports.history import History, load_history
-from ..reports.report import SessionReport, reports_of
+from ..reports.history import History, SessionHistory, load_history
 from ..reports.tables import history_parts, write_html
 from ..tables import text
 from ..version import __version__
@@ -83,19 +82,15 @@ def report(
         bool,
         typer.Option("--all-candidates", help="List every candidate, not the 10 fastest of 10 contexts."),
     ] = False,
-    as_json: AsJson = False,
 ) -> None:
     """Show what the logs tell: winners, spread over ranks, stragglers, what each rank alone would choose."""
     history = _read(directory)
-    shown = _reports(history, kernel, session, every)
-    if html is not None:
-        write_html(html, history, shown)
-        typer.echo(f"Wrote {html}", err=as_json)
-    if as_json:
-        data = {"directory": str(history.directory.absolute()), "unreadable": history.skipped}
-        typer.echo(to_json({**data, "sessions": [each.as_dict() for each in shown]}, indent=True))
-    elif html is None:
+    shown = _chosen(history, kernel, session, every)
+    if html is None:
         terminal.open_console().print(*history_parts(history, shown, all_candidates=all_candidates), sep="\n")
+    else:
+        write_html(html, history, shown)
+        typer.echo(f"Wrote {html}")
 
 
 @app.command("doctor")
@@ -119,7 +114,7 @@ def examine_machine(as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-def _reports(history: History, kernel: str, session: str, every: bool) -> list[SessionReport]:
+def _chosen(history: History, kernel: str, session: str, every: bool) -> list[SessionHistory]:
     """Return the chosen sessions, at least one; else end the command and name the sessions there are."""
     chosen = history.sessions if every else history.newest()
     if session:
@@ -127,9 +122,9 @@ def _reports(history: History, kernel: str, session: str, every: bool) -> list[S
         if not chosen:
             names = ", ".join(each.opened.session for each in history.sessions[-8:])
             terminal.fail(f"No session {session!r} in {history.directory}. The newest: {names}")
-    shown = reports_of(history, chosen, kernel)
+    shown = [found for each in chosen if (found := each.of_kernels(kernel)).contexts or not kernel]
     if not shown:
-        known = {context.records[0].kernel for each in chosen for context in each.contexts}
+        known = {context.tuned.kernel for each in chosen for context in each.contexts}
         terminal.fail(
             f"No kernel {kernel!r} in these sessions. Tuned were: {', '.join(sorted(known)) or 'none'}"
         )

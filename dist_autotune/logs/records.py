@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct
 
@@ -15,6 +15,7 @@ from ..search.phases.pace import Cost
 from ..search.phases.step_gain import StepGain
 
 SCHEMA_VERSION = 1
+Judge: TypeAlias = Literal["launch", "run"]
 LONGEST_LINE_BYTES = 64 << 20  # a longer one is read in parts, which are no records
 
 
@@ -95,7 +96,7 @@ class Trial(ConfigRecord, frozen=True, kw_only=True, tag="trial"):
     ms: float | None  # mean per launch of this run, this rank; None: no usable sample
     median_ms: float | None  # this rank's median so far of this config
     gap_ms: float = 0.0  # how much of `ms` may be the host's; 0.0: none, or the clock cannot tell
-    judge: str = "launch"  # `ms` is of the kernel's launches, or of the whole "run"
+    judge: Judge = "launch"  # `ms` is of the kernel's launches, or of the whole "run"
 
 
 class RunTimed(Record, frozen=True, kw_only=True, tag="run_timed"):
@@ -157,7 +158,7 @@ class ContextSettled(ConfigRecord, frozen=True, kw_only=True, tag="context_settl
     fastest_rank_ms: float | None = None
     default_ms: float | None = None  # agreed, of the candidate that is launched untuned
     banned: dict[str, str] = {}  # candidate's text -> rank and reason
-    judge: str = "launch"  # `ms` is of one launch, or of the whole "run"
+    judge: Judge = "launch"  # `ms` is of one launch, or of the whole "run"
     launches: int = 1  # of this rank in one run; 0: only other ranks launch it
     same_bits: bool | None = None  # the winner leaves the first config's outputs; None: not verified
     again: str = ""  # which candidates were raced after an upgrade; "": there was none

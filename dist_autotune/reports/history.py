@@ -1,21 +1,16 @@
-"""Histories read from a log directory: agreed times, spread over ranks, each rank's own choice."""
+"""Histories read from a log directory, session by session."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeGuard, TypeVar
 
-from ..formatting import WALL_CLOCK, context_label
+from ..formatting import WALL_CLOCK
 from ..logs.records import (
-    Agreed,
-    Banned,
-    ConfigRecord,
     ContextAdmitted,
     ContextRecord,
     ContextSettled,
@@ -29,117 +24,11 @@ from ..logs.records import (
     describe_skipped,
     read_records,
 )
+from ..timing.time_spent import SecondsSpent
+from ..tuner.report import TuningReport, time_order
+from .contexts import ContextHistory, is_sample, of_kind, percent_over
 
-R = TypeVar("R", bound=Record)
 Contexts = dict[str, list[ContextRecord]]
-
-NOT_SETTLED = ContextSettled(
-    run=0, context="", kernel="", key="", status="unfinished", config_id=-1, config="-", ms=None
-)
-
-
-def of_kind(records: Iterable[Record], kind: type[R]) -> list[R]:
-    return [record for record in records if isinstance(record, kind)]
-
-
-def percent_over(ms: float | None, reference_ms: float | None) -> float | None:
-    """Return by how many percent `ms` is above `reference_ms`; None where either is unknown."""
-    return None if ms is None or not reference_ms else (ms / reference_ms - 1) * 100
-
-
-def is_time(ms: float | None) -> TypeGuard[float]:
-    return ms is not None and math.isfinite(ms) and ms > 0
-
-
-def is_sample(trial: Trial) -> bool:
-    return trial.kind == "sample" and trial.config_id >= 0 and is_time(trial.ms)
-
-
-@dataclass(frozen=True)
-class CandidateHistory:
-    """One config of a context."""
-
-    config_id: int
-    config: str
-    agreed_ms: float | None
-    banned: str  # rank and reason; empty: not banned
-    trials: tuple[Trial, ...]  # of all ranks
-
-    @cached_property
-    def rank_ms(self) -> dict[int, float]:
-        """Return each rank's own median, of the ranks that have one."""
-        return {trial.rank: ms for trial in self.trials if is_time(ms := trial.median_ms)}
-
-    @property
-    def samples(self) -> int:
-        return sum(map(is_sample, self.trials))
-
-    @property
-    def spread_percent(self) -> float | None:
-        """Return by how many percent the slowest rank is above the fastest; None below two timed ranks."""
-        times = self.rank_ms.values()
-        return percent_over(max(times), min(times)) if len(times) > 1 else None
-
-
-@dataclass(frozen=True)
-class ContextHistory:
-    """One (kernel, key) in one session."""
-
-    records: tuple[ContextRecord, ...]
-    is_alone: bool  # one rank: it agrees with nobody
-
-    @property
-    def label(self) -> str:
-        return context_label(self.records[0].kernel, self.records[0].key)
-
-    @cached_property
-    def settled(self) -> ContextSettled:
-        """Return the last result, as the lowest rank that launches it wrote it."""
-        found = of_kind(self.records, ContextSettled)
-        return max(found, key=lambda each: (each.run, each.launches > 0, -each.rank), default=NOT_SETTLED)
-
-    @property
-    def winner(self) -> CandidateHistory | None:
-        return next((each for each in self.candidates if each.config_id == self.settled.config_id), None)
-
-    @cached_property
-    def candidates(self) -> tuple[CandidateHistory, ...]:
-        texts: dict[int, str] = {}
-        banned: dict[int, str] = {}
-        trials: defaultdict[int, list[Trial]] = defaultdict(list)
-        for record in self.records:
-            if isinstance(record, ContextAdmitted):
-                texts.update(enumerate(record.candidates))
-            elif isinstance(record, Banned):
-                banned[record.config_id] = f"rank {record.by_rank}: {record.reason}"
-            elif isinstance(record, Trial):
-                trials[record.config_id].append(record)
-            if isinstance(record, ConfigRecord) and record.config_id >= 0:
-                texts[record.config_id] = record.config
-        agreed_ms = self._agreed_ms()
-        return tuple(
-            CandidateHistory(index, text, agreed_ms.get(text), banned.get(index, ""), tuple(trials[index]))
-            for index, text in sorted(texts.items())
-        )
-
-    def choices_alone(self) -> dict[int, CandidateHistory]:
-        """Return, for each rank, the candidate that is fastest by this rank's own median."""
-        timed: defaultdict[int, list[CandidateHistory]] = defaultdict(list)
-        for candidate in self.candidates:
-            for rank in candidate.rank_ms:
-                timed[rank].append(candidate)
-        return {rank: min(timed[rank], key=lambda each: each.rank_ms[rank]) for rank in sorted(timed)}
-
-    def _agreed_ms(self) -> Mapping[str, float]:
-        """Return config -> agreed ms: as settled, else the latest; of a rank alone, its own."""
-        known = self.settled.timings
-        if self.settled is NOT_SETTLED:
-            agreed = sorted(of_kind(self.records, Agreed), key=lambda record: record.run)
-            known = {each.config: ms for each in agreed if each.counted and is_time(ms := each.ms)}
-        if not known and self.is_alone:
-            samples = filter(is_sample, of_kind(self.records, Trial))
-            known = {trial.config: ms for trial in samples if (ms := trial.median_ms) is not None}
-        return known
 
 
 @dataclass(frozen=True)
@@ -158,7 +47,30 @@ class SessionHistory:
 
     opened: SessionOpened
     records: tuple[Record, ...]  # rank by rank
-    contexts: tuple[ContextHistory, ...]  # those with a choice
+    contexts: tuple[ContextHistory, ...]  # those with a choice, in the order of the report
+
+    @cached_property
+    def report(self) -> TuningReport:
+        """Return the report that the program could ask for."""
+        opened, closed = self.opened, self.closed
+        return TuningReport(
+            runs=closed.runs,
+            contexts=tuple(context.tuned for context in self.contexts),
+            world_size=opened.world_size,
+            seconds=closed.seconds or max(record.elapsed_s for record in self.records),
+            clock=opened.clock,
+            warning=closed.warning,
+            spent=SecondsSpent(closed.compiling_s, closed.runs_s, closed.exchanges_s),
+            function=opened.thunk,
+            session=opened.session,
+            operations=closed.operations,
+            cost=closed.cost,
+            gain=closed.gain,
+        )
+
+    def of_kernels(self, part: str) -> SessionHistory:
+        """Return the session with the contexts of kernels that have this in their name."""
+        return replace(self, contexts=tuple(each for each in self.contexts if part in each.tuned.kernel))
 
     @cached_property
     def closed(self) -> SessionClosed:
@@ -281,4 +193,5 @@ def _session(opened: SessionOpened, records: Sequence[Record], known: dict[str, 
         counts = [len(record.candidates) for record in of_kind(own, ContextAdmitted)]
         if max(counts, default=2) > 1:  # a choice, as is one whose admission is lost
             shown.append(ContextHistory(tuple(own), is_alone))
+    shown.sort(key=lambda context: time_order(context.tuned))
     return SessionHistory(opened, tuple(records), tuple(shown))

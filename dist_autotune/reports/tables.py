@@ -23,8 +23,8 @@ from ..logs.records import SessionClosed
 from ..search.rules import BY_LAUNCH, BY_RUN
 from ..tables import stacked, table, text
 from ..tuner.report import missing_gains
-from .history import CandidateHistory, ContextHistory, History, SessionHistory, of_kind, percent_over
-from .report import SessionReport, cost_alone_percent
+from .contexts import CandidateHistory, ContextHistory, of_kind, percent_over
+from .history import History, SessionHistory
 
 MOST_CANDIDATES = 10  # of a context
 MOST_CONTEXTS = 10  # whose candidates are listed
@@ -33,7 +33,7 @@ PAGE_WIDTH = 140  # columns of the HTML page
 
 
 def history_parts(
-    history: History, shown: Iterable[SessionReport], *, all_candidates: bool = False
+    history: History, shown: Iterable[SessionHistory], *, all_candidates: bool = False
 ) -> Iterator[RenderableType]:
     """Yield the list of all sessions, then the `shown` ones; of candidates the fastest, or all."""
     most, most_contexts = (None, None) if all_candidates else (MOST_CANDIDATES, MOST_CONTEXTS)
@@ -41,11 +41,10 @@ def history_parts(
     for name, reason in history.skipped.items():
         yield text(f"{history.directory / name}: {reason}", "yellow")
     for each in shown:
-        yield text(f"\n{session_heading(each.session)}", "bold")
-        yield text("\n".join([*each.report.remarks, session_place(each.session)]))
-        yield from (text(note, "yellow") for note in session_notes(each.session))
-        yield contexts_table(each)
-        yield from (_time_table(each.session), _stragglers_table(each.session))
+        yield text(f"\n{session_heading(each)}", "bold")
+        yield text("\n".join([*each.report.remarks, session_place(each)]))
+        yield from (text(note, "yellow") for note in session_notes(each))
+        yield from (contexts_table(each), _time_table(each), _stragglers_table(each))
         for context in each.contexts[:most_contexts]:
             yield candidates_table(context, listed(context, most))
             if any(choice is not context.winner for choice, _ in ranks_by_choice(context)):
@@ -55,7 +54,7 @@ def history_parts(
             yield text(f"\nNot listed: {more}. --all-candidates lists all, --kernel NAME some.", "dim")
 
 
-def write_html(path: Path, history: History, shown: Iterable[SessionReport]) -> None:
+def write_html(path: Path, history: History, shown: Iterable[SessionHistory]) -> None:
     """Write the same tables, with all candidates, as one page that needs nothing beside it."""
     console = Console(record=True, width=PAGE_WIDTH, file=io.StringIO())
     console.print(*history_parts(history, shown, all_candidates=True), sep="\n")
@@ -109,16 +108,17 @@ def session_notes(session: SessionHistory) -> list[str]:
     return notes + session.remarks()
 
 
-def contexts_table(shown: SessionReport) -> Group:
+def contexts_table(session: SessionHistory) -> Group:
     """Return one row per context, the one that takes most of a run's time first."""
-    report = shown.report
+    report = session.report
     names = (
         ">share %", ">ms", ">launches a step", ">gain %", ">spread %", ">alone %", "status", "bits",
         "context and winner",
     )  # fmt: skip
     varies = any(context.launches > 1 for context in report.contexts)
     rows = []
-    for tuned, context in zip(report.contexts, shown.contexts, strict=True):
+    for context in session.contexts:
+        tuned = context.tuned
         share = report.share_percent(tuned)
         is_alone = report.world_size == 1
         rows.append(
@@ -128,7 +128,7 @@ def contexts_table(shown: SessionReport) -> Group:
                 str(tuned.launches) if tuned.launches > 0 and tuned.judge == BY_LAUNCH and varies else "-",
                 format_percent(tuned.gain_percent),
                 format_percent(None if is_alone else tuned.spread_percent),
-                format_percent(None if is_alone else cost_alone_percent(context)),
+                format_percent(None if is_alone else context.cost_alone_percent),
                 status_label(tuned.status, launch_bound=tuned.launch_bound),
                 bits_label(tuned.same_bits),
                 stacked(tuned.label, config_label(tuned.config or "-")),
@@ -218,7 +218,7 @@ def candidates_table(context: ContextHistory, shown: Sequence[CandidateHistory])
         remark = f"banned on all ranks by {each.banned}" if each.banned else winner
         texts = short_config(each, shared), remark
         rows.append((str(each.config_id), *figures, slowest, str(each.samples), *texts))
-    title, note = f"{context.label}: candidates", _candidates_note(context)
+    title, note = f"{context.tuned.label}: candidates", _candidates_note(context)
     if len(shown) < len(ordered):
         title, note = f"{title}{_counts(context, len(shown))}", f"{note} {SHOW_ALL}".lstrip()
     return table(title, names, rows, note, optional=(">spread %", ">slowest rank"))
@@ -260,7 +260,7 @@ def _alone_table(context: ContextHistory) -> Group:
     for choice, ranks in ranks_by_choice(context):
         own = sorted(choice.rank_ms[rank] for rank in ranks)
         own_ms = "-".join(dict.fromkeys((format_ms(own[0]), format_ms(own[-1]))))
-        cost = format_percent(percent_over(choice.agreed_ms, context.settled.ms))
+        cost = format_percent(percent_over(choice.agreed_ms, context.tuned.ms))
         figures = str(choice.config_id), own_ms, format_ms(choice.agreed_ms), cost
         rows.append((ranges(ranks), *figures, short_config(choice, shared)))
-    return table(f"{context.label}: each rank alone", names, rows)
+    return table(f"{context.tuned.label}: each rank alone", names, rows)

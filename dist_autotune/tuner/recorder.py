@@ -202,7 +202,6 @@ def tuned_contexts(orders: Orders, registry: Registry, names: Iterable[str]) -> 
                 config=None if best is None else rank_context.config_of(context.digests[best]),
                 launches=rank_context.launches_per_run,
                 key_text=context.key,
-                config_text="" if best is None else context.texts[best],
                 **decisions.result(context),
             )
         )
@@ -220,7 +219,6 @@ def contexts_from_cache(registry: Registry) -> tuple[TunedContext, ...]:
             ms=ms,
             status="cached",
             key_text=context.identity.key_text,
-            config_text=context.texts[winner],
         )
         for context in claimed
         for _, winner, ms in [context.claim or (0, "", None)]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
-
-from msgspec import structs
 
 from .. import formatting
 from ..formatting import config_label, context_label, counted, format_ms
@@ -39,7 +37,6 @@ class TunedContext:
     judge: str = BY_LAUNCH  # what the times are of: one "launch", or the whole "run" of the function
     launches: int = 1  # on this rank in one run
     key_text: str = ""  # as in the log; empty: made from `key`
-    config_text: str = ""  # of the winner, as in `timings`
     same_bits: bool | None = None  # the winner leaves the first config's outputs; None: not verified
     again: str = ""  # which candidates were raced after an upgrade; empty: there was none
     untried: str = ""  # what was not tried, and why
@@ -91,18 +88,7 @@ class TunedContext:
         """Return what is known of the context where its search was dropped."""
         if self.status != "tuning":
             return self
-        gone: Any = dict.fromkeys(("config", "ms", "fastest_rank_ms"))
-        return replace(self, status="unfinished", config_text="", **gone)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields and figures as `TuningReport.to_dict` describes them."""
-        figures = {
-            name: dict(value) if isinstance(value, Mapping) else value
-            for name, value in vars(self).items()
-            if name not in ("key_text", "config_text")
-        }
-        figures |= {name: getattr(self, name) for name in ("spread_percent", "gain_percent", "run_ms")}
-        return {**figures, "key": self.key_text, "config": self.config_text or None}
+        return replace(self, status="unfinished", config=None, ms=None, fastest_rank_ms=None)
 
     def _cells(self, world_size: int) -> tuple[str, ...]:
         is_known = self.spread_percent is not None and world_size > 1
@@ -149,32 +135,6 @@ class TuningReport:
     def step(self) -> StepTimes | None:
         """What one run takes without and with tuning, as far as both are known."""
         return step_times(self.contexts)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all figures as values that JSON can represent; times in ms, `seconds` and `*_s` in s.
-
-        Keys: function, session, runs, world_size, seconds, clock, log_dir, warning, spent (compiling_s,
-        runs_s, exchanges_s), cost (None in replay; trials_s, compiling_s, exchanges_s, steps), gain (None
-        where steps were not compared; before_ms, after_ms, noise_ms, steps), outlook (None once over;
-        timed, candidates, contexts, settled, planned_trials, trials, waits, held, compiling, runs,
-        more_runs, left, least_trials, most_trials), step (None where unknown; before_ms, after_ms,
-        gain_percent, judge, left_out), contexts (a list of kernel, key, config, ms, fastest_rank_ms,
-        spread_percent, default_ms, gain_percent, judge, launches, run_ms, status, launch_bound, timings,
-        banned, same_bits, again, untried, not_fastest), earlier (a list of the same), earlier_s, operations.
-        Configs and keys are the texts of the log. `report --json` has it as "report".
-        """
-        step, outlook = self.step, self.outlook
-        return {
-            **vars(self),
-            "spent": asdict(self.spent),
-            "cost": self.cost and structs.asdict(self.cost),
-            "gain": self.gain and structs.asdict(self.gain),
-            "outlook": outlook and {**asdict(outlook), "more_runs": outlook.more_runs},
-            "step": step and {**asdict(step), "gain_percent": step.gain_percent},
-            "contexts": [context.to_dict() for context in self.contexts],
-            "earlier": [context.to_dict() for context in self.earlier],
-            "operations": list(self.operations),
-        }
 
     def __str__(self) -> str:
         from .. import tables  # rich, which nothing else here needs

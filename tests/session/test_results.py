@@ -211,4 +211,3 @@ def test_the_report_has_the_contexts_of_earlier_sessions_too(bench, kernel, mode
     assert (
         text.index("add[24") < text.index("Of earlier sessions") < text.index("add[16") < text.index("add[8")
     )
-    assert [each["key"] for each in report.to_dict()["earlier"]] == [each.key_text for each in report.earlier]

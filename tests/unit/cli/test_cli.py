@@ -13,7 +13,6 @@ from typer.testing import CliRunner, Result
 from dist_autotune.cli.commands import app
 from dist_autotune.formatting import WALL_CLOCK_NOTE
 from dist_autotune.storage.winners import Winners
-from dist_autotune.tuner.report import TunedContext, TuningReport
 from dist_autotune.version import __version__
 
 
@@ -67,18 +66,6 @@ def test_no_line_of_a_log_and_no_pipe_among_the_logs_stops_a_command(tmp_path, c
     assert "rank-2.jsonl" in shown
     assert "not a regular file" in shown
     assert "1 x " in shown
-
-
-def test_report_as_json_holds_what_the_program_can_ask_for(tmp_path: Path) -> None:
-    write_session(tmp_path / "logs")
-    data = json.loads(run("report", "logs", "--json").stdout)
-    assert (data["directory"], data["unreadable"]) == (str(tmp_path / "logs"), {})
-    (session,) = data["sessions"]
-    empty = TuningReport(runs=0, contexts=(TunedContext("matmul", (), None),)).to_dict()
-    assert session["report"].keys() == empty.keys()
-    assert session["report"]["contexts"][0].keys() == empty["contexts"][0].keys()
-    assert (session["alone"], session["outcome"]) == ([{"0": 0, "1": 1}], "settled")
-    assert session["candidates"][0][0]["rank_ms"] == {"0": 1.0, "1": 4.0}
 
 
 def test_the_command_says_its_version() -> None:

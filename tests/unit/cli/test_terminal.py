@@ -16,7 +16,6 @@ from dist_autotune.cli import terminal
 from dist_autotune.logs import records
 from dist_autotune.logs.writer import SessionLog
 from dist_autotune.reports.history import load_history
-from dist_autotune.reports.report import reports_of
 from dist_autotune.reports.tables import history_parts, write_html
 from dist_autotune.tuner.report import TunedContext, TuningReport
 from dist_autotune.tuner.tuners import Findings
@@ -29,8 +28,7 @@ KEY = "8192, 3584, 8192, 1, 'torch.bfloat16', 'torch.bfloat16', 'torch.int64', "
 def printed(directory: Path, width: int = 80, *, all_candidates: bool = False) -> list[str]:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
     history = load_history(directory)
-    shown = reports_of(history, history.sessions)
-    console.print(*history_parts(history, shown, all_candidates=all_candidates), sep="\n")
+    console.print(*history_parts(history, history.sessions, all_candidates=all_candidates), sep="\n")
     return console.file.getvalue().splitlines()
 
 
@@ -129,9 +127,8 @@ def test_contexts_come_in_the_order_of_their_share(tmp_path: Path) -> None:
             log.write(records.ContextAdmitted(**about, candidates=("A", "B"), incumbent=0))
             winner = {"config_id": 0, "config": "A", "status": "tuned", "ms": ms, "judge": "launch"}
             log.write(records.ContextSettled(**about, **winner, launches=2))
-    history = load_history(tmp_path)
-    (shown,) = reports_of(history, history.sessions)
-    assert [context.kernel for context in shown.report.contexts] == ["large", "medium", "small"]
+    (session,) = load_history(tmp_path).sessions
+    assert [context.kernel for context in session.report.contexts] == ["large", "medium", "small"]
     rows = [line.split()[0] for line in printed(tmp_path) if " tuned " in line]
     assert rows == ["60.0", "33.3", "6.7"]
 
@@ -227,7 +224,7 @@ def test_the_page_has_the_tables_and_no_text_of_a_log_becomes_html(
     write_many_candidates(tmp_path)
     write_session(tmp_path, "s2", thunk=hostile, ranks=(0,))
     history = load_history(tmp_path)
-    write_html(tmp_path / "report.html", history, reports_of(history, history.sessions))
+    write_html(tmp_path / "report.html", history, history.sessions)
     page = (tmp_path / "report.html").read_text()
     assert page.count("BLOCK: ") >= 200
     assert html.escape(hostile) in page
