@@ -13,7 +13,7 @@ No GPU has run it yet (docs/not-yet-run.md), so calls take this way only where t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -33,7 +33,7 @@ from ..exchange.mail import (
     take_ticket,
 )
 from ..gemm.configs import class_of_rows
-from ..launches.settled import SettledLaunches, ShapeLaunch
+from ..launches.settled import TunedKernel, TunedLaunch
 from ..symm import SymmetricMemory
 from .gather_buffer import RowFormat
 
@@ -112,30 +112,7 @@ def exchange_shards(
         tl.atomic_add(ticket_ptr, -parts - programs + TICKETS, sem="relaxed", scope="gpu")
 
 
-class ShardsShape(NamedTuple):
-    """Key of the settled launches: config, compiled kernel and grid depend on it."""
-
-    size_class: int
-    length: int
-    rows: int
-    world_size: int
-    sms: int
-    device: torch.device
-    aligned: tuple[bool, ...]  # to 16 bytes: of each tensor
-
-    def sizes(self) -> dict[str, int]:
-        return {"size_class": self.size_class, "length": self.length}
-
-    def constants(self) -> dict[str, Any]:
-        return {"WORLD": self.world_size}
-
-    def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
-        """Return how many programs run: at most the parts that a rank receives."""
-        parts = self.rows * triton.cdiv(self.length, meta["BLOCK"]) * max(1, self.world_size - 1)
-        return min(parts, meta["PER_SM"] * self.sms), 1, 1
-
-
-_SETTLED: SettledLaunches[ShardsShape] = SettledLaunches(exchange_shards, operation="AllGatherGemm")
+_KERNEL = TunedKernel(exchange_shards, operation="AllGatherGemm")
 
 
 class GatherByMail:
@@ -167,10 +144,15 @@ class GatherByMail:
         """
         tensors = (*self._memory, shard.view(torch.int32), gathered.view(torch.int32))
         rows, length = tensors[-2].shape
-        aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-        shape = ShardsShape(class_of_rows(rows), length, rows, self._world_size, sms, self._device, aligned)
-        numbers = (rows, self._memory.mail.shape[2], shape.size_class, length, self._rank, self._nan)
-        launch = ShapeLaunch(_SETTLED, shape, held=tensors, numbers=numbers)
+        size_class, world = class_of_rows(rows), self._world_size
+        numbers = (rows, self._memory.mail.shape[2], size_class, length, self._rank, self._nan)
+
+        def grid(meta: dict[str, Any]) -> tuple[int, int, int]:
+            """Return how many programs run: at most the parts that a rank receives."""
+            parts = rows * triton.cdiv(length, meta["BLOCK"]) * max(1, world - 1)
+            return min(parts, meta["PER_SM"] * sms), 1, 1
+
+        launch = TunedLaunch(_KERNEL, grid, {"WORLD": world}, held=tensors, numbers=numbers)
         return lambda patience_ticks: launch((), (), (patience_ticks,))
 
     def send_nan(self, sms: int, rows: int, patience_ticks: int) -> None:

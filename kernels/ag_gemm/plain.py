@@ -19,8 +19,8 @@ from ..epilogues import apply_epilogue, apply_scales, sums_of_a_result
 from ..exchange.chunks import wait_and_check_rows, wait_for_own, wait_for_rows
 from ..exchange.peers import Peers
 from ..gemm.configs import class_of_rows
-from ..gemm.pruning import ChunkShape
-from ..launches.settled import Arguments, SettledLaunches, ShapeLaunch
+from ..gemm.launch import grid_of_chunks
+from ..launches.settled import Arguments, TunedKernel, TunedLaunch
 from ..products import factors_of, halves, multiply_tile, store_rows
 from ..tensors import begin_at_16_bytes, lies_by_columns, pitch_of
 from ..tiles import grouped_tile, rotated_chunk
@@ -145,9 +145,7 @@ def _store_tma(tile, c_desc, chunk, row, col, SUBTILE: tl.constexpr):
         c_desc.store([chunk, row, col], tile.to(c_desc.dtype)[None, :, :])
 
 
-CONSTANTS = ("TMA_LEGAL", "BY_COLUMNS", "FENCE", "UPCAST", "ACTIVATION")
-
-_SETTLED: SettledLaunches[ChunkShape] = SettledLaunches(all_gather_gemm, operation="AllGatherGemm")
+_KERNEL = TunedKernel(all_gather_gemm, operation="AllGatherGemm")
 
 
 class PlainConsumer(Consumer):
@@ -161,21 +159,24 @@ class PlainConsumer(Consumer):
     ) -> None:
         super().__init__()
         _, weight, out, epilogue, *_ = product
-        gather, world, kind = held.gather, held.world_size, epilogue.kind()
+        gather, world = held.gather, held.world_size
         strides, addresses = (pitch_of(weight), out.stride(0)), (weight.data_ptr(), out.data_ptr())
         steps = (gather.stride(1) | strides[0]) * weight.element_size() | strides[1] * out.element_size()
         self._held, self._rows = held, class_of_rows(len(out) // world)
         self._numbers = (len(out), len(weight), gather.shape[2], gather.shape[1], *strides, held.rank)
-        tma_legal = has_tma and begin_at_16_bytes(1, addresses, (steps,))
-        constants = (tma_legal, lies_by_columns(weight), needs_fence, upcasts, kind.activation)
-        aligned = (address % 16 == 0 for address in addresses)
-        compiled_in = (gather.shape[1], *strides, *aligned, kind)
-        self._compiled_for = (weight.dtype, weight.device, CONSTANTS, constants, compiled_in)
+        self._constants = {
+            "WORLD": world,
+            "TMA_LEGAL": has_tma and begin_at_16_bytes(1, addresses, (steps,)),
+            "BY_COLUMNS": lies_by_columns(weight),
+            "FENCE": needs_fence,
+            "UPCAST": upcasts,
+            "ACTIVATION": epilogue.kind().activation,
+        }
 
-    def _prepare(self, call: int) -> ShapeLaunch[ChunkShape]:
-        world, sizes = self._held.world_size, self._numbers[:3]
-        shape = ChunkShape._make((*sizes, world, world, call, self._rows, *self._compiled_for))
-        return ShapeLaunch(_SETTLED, shape, numbers=self._numbers)
+    def _prepare(self, call: int) -> TunedLaunch:
+        world, (rows, columns, *_) = self._held.world_size, self._numbers
+        grid = grid_of_chunks(rows // world, columns, world, call)
+        return TunedLaunch(_KERNEL, grid, self._constants, numbers=self._numbers)
 
     def _arguments(self, operands: Product, patience_ticks: int) -> Arguments:
         _, weight, out, ending, *_ = operands

@@ -8,9 +8,14 @@ import torch
 
 from ..compat import HAS_INLINE_PTX
 from ..gemm.configs import any_width, blocks_of, class_of_chunk, gluon_candidate
-from ..gemm.launch import can_take_chunks, matrix_of_weight, shape_of_chunks, tuned_over_chunks
-from ..gemm.pruning import ChunkShape
-from ..launches.settled import Arguments, SettledLaunches, ShapeLaunch
+from ..gemm.launch import (
+    can_take_chunks,
+    constants_of_chunks,
+    grid_of_chunks,
+    matrix_of_weight,
+    tuned_over_chunks,
+)
+from ..launches.settled import Arguments, TunedKernel, TunedLaunch
 from ..matrices import Matrix, matrix_of_rows
 from ..tensors import FP8
 from .call import Consumer, GatherMemory, Product
@@ -44,7 +49,7 @@ OPERAND_TYPES = (torch.float16, torch.bfloat16, FP8)
 
 tuned = tuned_over_chunks(specialized_all_gather_gemm, CANDIDATES, "ACTIVATION")
 
-_SETTLED: SettledLaunches[ChunkShape] = SettledLaunches(tuned, blocks_of, operation="AllGatherGemm")
+_KERNEL = TunedKernel(tuned, blocks_of, operation="AllGatherGemm")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -65,20 +70,20 @@ class SpecializedConsumer(Consumer):
     def __init__(self, product: Product, held: GatherMemory) -> None:
         super().__init__()
         _, weight, out, epilogue, *_ = product
-        gather, self._kind = held.gather, epilogue.kind()
+        gather, self._activation = held.gather, epilogue.kind().activation
         self._matrices = _matrices(gather, weight, out)  # as they lie: their addresses are of the first call
         self._held, self._gather_at = held, gather.data_ptr()
         self._sizes = (len(out), len(weight), gather.shape[2])
         self._rows = _size_class(len(out) // held.world_size)
 
-    def _prepare(self, call: int) -> ShapeLaunch[ChunkShape]:
+    def _prepare(self, call: int) -> TunedLaunch:
         gather, flags, errors, rank, world = self._held
-        shape = shape_of_chunks(
-            *(self._sizes, (world, world, call, self._rows), self._matrices, gather.device, self._kind),
-            ACTIVATION=self._kind.activation,
-        )
-        numbers = (*self._sizes, gather.shape[1], rank)
-        return ShapeLaunch(_SETTLED, shape, self._matrices, held=(flags, errors), numbers=numbers)
+        rows, columns, _ = self._sizes
+        grid = grid_of_chunks(rows // world, columns, world, call)
+        constants = constants_of_chunks(self._matrices, gather.device, world)
+        constants["ACTIVATION"] = self._activation
+        held, numbers = (flags, errors), (*self._sizes, gather.shape[1], rank)
+        return TunedLaunch(_KERNEL, grid, constants, self._matrices, held=held, numbers=numbers)
 
     def _arguments(self, operands: Product, patience_ticks: int) -> Arguments:
         _, weight, out, ending, *_ = operands

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -19,13 +19,13 @@ import triton
 
 from ..configs import capability, take_first
 from ..epilogues import GATED, NO_EPILOGUE, ONLY_SUMS, Epilogue, EpilogueKind
-from ..launches.settled import Arguments, SettledLaunches, ShapeLaunch
+from ..launches.settled import Arguments, Grid, TunedKernel, TunedLaunch
 from ..matrices import Matrix, as_matrix, matrix_of_rows
 from ..tensors import FP8, lies_by_columns
 from .body import gemm
 from .configs import GLUON_CANDIDATES, blocks_of
 from .copies import NOTHING, Copies, copied, copy, padded_copy, room_for, runs_along_columns, what_to_copy
-from .pruning import TYPE_NAMES, ChunkShape, GemmShape, fewest_rows, prune, prune_chunks
+from .pruning import TYPE_NAMES, GemmShape, fewest_rows, prune, prune_chunks
 
 Operands = TypeVar("Operands")
 Call = TypeVar("Call", bound=Hashable)
@@ -45,7 +45,7 @@ def _sources(kwargs: dict[str, Any]) -> tuple[int, ...]:
     return (0, 1, 0, 3) if kwargs["SWAP_AB"] else (0, 1, 2, 3)
 
 
-_SETTLED: SettledLaunches[GemmShape] = SettledLaunches(tuned_gemm, blocks_of, sources_of=_sources)
+_KERNEL = TunedKernel(tuned_gemm, blocks_of, sources_of=_sources)
 
 
 def _vectors(epilogue: Epilogue, *, exchanged: bool) -> tuple[torch.Tensor | None, ...]:
@@ -55,7 +55,7 @@ def _vectors(epilogue: Epilogue, *, exchanged: bool) -> tuple[torch.Tensor | Non
     return epilogue.scale_a, epilogue.scale_b, None, epilogue.bias
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class LaunchPlan:
     """The launch for tensors of one layout.
 
@@ -68,18 +68,18 @@ class LaunchPlan:
     b: Matrix | None
     out: Matrix | None
     copies: Copies
-    launches: list[ShapeLaunch[GemmShape]] = field(default_factory=list)  # one, made in the first call
+    tuned: TunedLaunch | None = None  # made in the first call
 
     def launch(self, a: Matrix, b: Matrix, c: Matrix, epilogue: Epilogue) -> None:
         """Write C = A @ B, of matrices that lie alike in all calls, on the current stream of their device.
 
         The epilogue is of the caller's rows and columns: C's columns and rows where `exchanged`.
         """
-        if not self.launches:
-            numbers = tuple(self.shape.sizes().values())
-            self.launches.append(ShapeLaunch(_SETTLED, self.shape, (a, b, b, c), numbers=numbers))
+        if self.tuned is None:
+            shape, numbers = self.shape, tuple(self.shape.sizes().values())
+            self.tuned = TunedLaunch(_KERNEL, shape.grid, shape.constants(), (a, b, b, c), numbers=numbers)
         vectors = _vectors(epilogue, exchanged=self.exchanged)
-        self.launches[0]((a.address, b.address, b.address, c.address), vectors, ())
+        self.tuned((a.address, b.address, b.address, c.address), vectors, ())
 
 
 def plan_launch(
@@ -180,7 +180,7 @@ class ChunkBody(abc.ABC, Generic[Operands, Call]):
     in_steps = False  # an eager call may launch it once for each chunk, as a captured call does
 
     def __init__(self) -> None:
-        self._launches: dict[Call, ShapeLaunch[ChunkShape]] = {}
+        self._launches: dict[Call, TunedLaunch] = {}
 
     def load(self, operands: Operands, call: Call, patience_ticks: int) -> None:
         """Load what `launch` would run, and write nothing."""
@@ -194,7 +194,7 @@ class ChunkBody(abc.ABC, Generic[Operands, Call]):
         launch(*self._arguments(operands, patience_ticks))
 
     @abc.abstractmethod
-    def _prepare(self, call: Call) -> ShapeLaunch[ChunkShape]:
+    def _prepare(self, call: Call) -> TunedLaunch:
         """Return the launches of such calls."""
 
     @abc.abstractmethod
@@ -236,21 +236,18 @@ def can_take_chunks(
     )
 
 
-def shape_of_chunks(
-    sizes: tuple[int, int, int],
-    of_launch: tuple[int, int, int, int],
-    matrices: Sequence[Matrix],
-    device: torch.device,
-    compiled_in: Hashable,
-    **further: Any,
-) -> ChunkShape:
-    """Return what the config and the compiled form of a Gluon kernel depend on.
+def grid_of_chunks(rows: int, columns: int, chunks: int, programs: int) -> Grid:
+    """Return the grid of products of so many chunks of rows: at most `programs`, or a program a tile."""
 
-    sizes: M, N and K. of_launch: ranks, chunks and programs of a launch, class of a chunk's rows. matrices: A
-    and B first. further: the constants that only this kernel has.
-    """
+    def grid(meta: dict[str, Any]) -> tuple[int, int, int]:
+        width = meta["BLOCK_N"] + meta.get("EXTRA_N", 0)
+        return min(programs, chunks * triton.cdiv(rows, meta["BLOCK_M"]) * triton.cdiv(columns, width)), 1, 1
+
+    return grid
+
+
+def constants_of_chunks(matrices: Sequence[Matrix], device: torch.device, world_size: int) -> dict[str, Any]:
+    """Return the constants that Gluon kernels over chunks of A and B have alike; matrices: both first."""
     a, b, *_ = matrices
-    constants = {"TENSOR_MEMORY": capability(device) == 10, "DTYPE": TYPE_NAMES[a.dtype]}
-    constants |= {"TRANS_B": not b.transposed, **further}
-    names, values = tuple(constants), tuple(constants.values())
-    return ChunkShape(*sizes, *of_launch, a.dtype, device, names, values, (compiled_in,))
+    of_device = {"WORLD": world_size, "TENSOR_MEMORY": capability(device) == 10}
+    return of_device | {"DTYPE": TYPE_NAMES[a.dtype], "TRANS_B": not b.transposed}

@@ -10,9 +10,8 @@ ragged shapes, within a fifth for nearly all. Large products take longer, as the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -246,43 +245,9 @@ def prune_chunks(
     return not_too_large(usable, BLOCK_N=args["N"], BLOCK_K=args["K"])
 
 
-class ChunkShape(NamedTuple):
-    """Key of the settled launches of a product over chunks: config, compiled kernel and grid depend on it.
-
-    A NamedTuple, as each call hashes one.
-    """
-
-    m: int  # of all chunks
-    n: int
-    k: int
-    world_size: int
-    chunks: int  # of one launch
-    programs: int
-    size_class: int  # of the rows of a chunk
-    dtype: torch.dtype
-    device: torch.device
-    names: tuple[str, ...]  # of the constants that no config sets, behind WORLD
-    values: tuple[Any, ...]
-    compiled_in: tuple[Hashable, ...]  # facts of the other arguments in the code: strides, alignment
-
-    def sizes(self) -> dict[str, int]:
-        return {"M": self.m, "N": self.n, "K": self.k, "size_class": self.size_class}
-
-    def constants(self) -> dict[str, Any]:
-        return {"WORLD": self.world_size, **dict(zip(self.names, self.values, strict=True))}
-
-    def tiles(self, meta: dict[str, Any]) -> int:
-        """Return how many tiles there are under a config."""
-        rows = triton.cdiv(self.m // self.world_size, meta["BLOCK_M"])
-        return int(self.chunks * rows * triton.cdiv(self.n, meta["BLOCK_N"] + meta.get("EXTRA_N", 0)))
-
-    def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
-        return min(self.programs, self.tiles(meta)), 1, 1
-
-
 @dataclass(frozen=True)
 class GemmShape:
-    """Key of the settled launches of `gemm`: config and compiled kernel depend on it."""
+    """A product of `gemm`, as its config and compiled kernel depend on it."""
 
     m: int
     n: int

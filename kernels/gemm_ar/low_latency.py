@@ -22,12 +22,11 @@ from ..exchange.mail import (
     stamp_of,
     take_ticket,
 )
-from ..launches.settled import SettledLaunches
+from ..launches.settled import TunedKernel
 from .rows import (
     Ends,
     Place,
     RowsLaunch,
-    RowsShape,
     Tail,
     candidate,
     end_row,
@@ -114,7 +113,7 @@ def exchange_rows(
         tl.atomic_add(ticket_ptr, -to_send - programs + TICKETS, sem="relaxed", scope="gpu")
 
 
-_SETTLED: SettledLaunches[RowsShape] = SettledLaunches(exchange_rows, operation="GemmAllReduce")
+_KERNEL = TunedKernel(exchange_rows, operation="GemmAllReduce")
 
 
 def prepare(place: Place, part: torch.Tensor, memory: MailMemory, ends: Ends, *, sent: bool) -> RowsLaunch:
@@ -127,4 +126,4 @@ def prepare(place: Place, part: torch.Tensor, memory: MailMemory, ends: Ends, *,
     if sent and capability(part.device):
         own["launch_pdl"] = True
     sizes = (rows, memory.mail.shape[2])
-    return RowsLaunch(_SETTLED, place, tensors, sizes, ends, rows=rows, of_all=rows, **own)
+    return RowsLaunch(_KERNEL, place, tensors, sizes, ends, rows=rows, of_all=rows, **own)

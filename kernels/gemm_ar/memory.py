@@ -15,7 +15,7 @@ import torch
 import triton
 
 from ..exchange import mail
-from ..launches.settled import ShapeLaunch
+from ..launches.settled import TunedLaunch
 from ..symm import SymmetricMemory
 from ..tensors import OwnBuffer, check_factors, check_out, check_overlap, check_rows, check_tensor
 from . import low_latency, pull, sending
@@ -92,7 +92,7 @@ class RowsMemory:
         if columns > MOST_COLUMNS_OF_NORM:
             raise ValueError(f"n={columns}: the norm takes up to {MOST_COLUMNS_OF_NORM} columns")
 
-    def prepare_send(self, a: torch.Tensor, weight: torch.Tensor) -> ShapeLaunch[sending.ProductShape]:
+    def prepare_send(self, a: torch.Tensor, weight: torch.Tensor) -> TunedLaunch:
         """Return what multiplies operands that lie so, and sends the product to all ranks."""
         assert self.mail is not None
         assert self.sending is not None

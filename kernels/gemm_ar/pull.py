@@ -26,7 +26,7 @@ import triton.language as tl
 
 from ..configs import take_first
 from ..exchange.flags import NOT_PUSHED, NOT_READ, OTHER_ROWS
-from ..launches.settled import SettledLaunches
+from ..launches.settled import TunedKernel
 from ..signals import notify, poll_until, record_failure
 from ..symm import SymmetricTensor
 from .rows import (
@@ -34,7 +34,6 @@ from .rows import (
     Ends,
     Place,
     RowsLaunch,
-    RowsShape,
     Tail,
     candidate,
     end_row,
@@ -228,7 +227,7 @@ class PullMemory(NamedTuple):
     errors: torch.Tensor
 
 
-_SETTLED: SettledLaunches[RowsShape] = SettledLaunches(add_rows, operation="GemmAllReduce")
+_KERNEL = TunedKernel(add_rows, operation="GemmAllReduce")
 
 
 def leave(words: SymmetricTensor, rank: int) -> None:
@@ -260,4 +259,4 @@ def prepare(
     sizes = (first, rows, m, max(chunk, 1))
     held = (table, *memory)
     of_all = 1 if m == REFUSED.value else m
-    return RowsLaunch(_SETTLED, place, held, sizes, ends, rows=rows, of_all=of_all, OWNER=chunk > 0)
+    return RowsLaunch(_KERNEL, place, held, sizes, ends, rows=rows, of_all=of_all, OWNER=chunk > 0)

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ..configs import INTERPRETED, not_too_large
 from ..gemm.configs import class_of_rows
-from ..launches.settled import SettledLaunches, ShapeLaunch
+from ..launches.settled import TunedKernel, TunedLaunch
 
 WARPS_OF_NORM = (1, 2, 4, 8, 16, 32)
 MOST_COLUMNS_OF_NORM = 32768  # above half of it registers spill
@@ -100,36 +100,6 @@ def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: An
     return not_too_large(wanted, BLOCK_N=args["N"]) or configs
 
 
-class RowsShape(NamedTuple):
-    """Key of the settled launches: config, compiled kernel and grid depend on it."""
-
-    size_class: int
-    n: int
-    rows: int
-    strides: tuple[int, int]  # of the residual and of the result
-    world_size: int
-    own: tuple[tuple[str, Any], ...]  # names and values of the constants that only one of the kernels has
-    has_residual: bool
-    has_norm: bool
-    sms: int
-    dtype: torch.dtype
-    device: torch.device
-    aligned: tuple[bool, ...]  # to 16 bytes, which the compiler makes use of: of each tensor
-
-    def sizes(self) -> dict[str, int]:
-        return {"size_class": self.size_class, "N": self.n}
-
-    def constants(self) -> dict[str, Any]:
-        row = triton.next_power_of_2(self.n) if self.has_norm else 1
-        ending = {"HAS_RESIDUAL": self.has_residual, "NORM": self.has_norm, "ROW": row}
-        return {"WORLD": self.world_size, **dict(self.own), **ending}
-
-    def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
-        """Return how many programs run: at most the blocks of all rows."""
-        blocks = triton.cdiv(self.n, meta["BLOCK_N"]) if meta["BLOCK_N"] else 1
-        return max(1, min(self.rows * blocks, meta["PER_SM"] * self.sms, MOST_PROGRAMS)), 1, 1
-
-
 class RowsLaunch:
     """Launches a kernel that writes `rows` rows, on the current stream; it is tuned as `of_all` rows are.
 
@@ -139,7 +109,7 @@ class RowsLaunch:
 
     def __init__(
         self,
-        launches: SettledLaunches[RowsShape],
+        kernel: TunedKernel,
         place: Place,
         held: tuple[torch.Tensor, ...],
         sizes: tuple[int, ...],
@@ -149,25 +119,19 @@ class RowsLaunch:
         of_all: int,
         **own: Any,
     ) -> None:
-        (rank, world_size, sms), (residual, norm_weight, out, _) = place, ends
-        strides = ((out if residual is None else residual).stride(0), out.stride(0))
-        tensors = (*held, *(out if each is None else each for each in ends))
-        shape = RowsShape(
-            size_class=class_of_rows(of_all),
-            n=out.shape[1],
-            rows=rows,
-            strides=strides,
-            world_size=world_size,
-            own=tuple(own.items()),
-            has_residual=residual is not None,
-            has_norm=norm_weight is not None,
-            sms=sms,
-            dtype=out.dtype,
-            device=out.device,
-            aligned=tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors),
-        )
-        of_shape = (shape.size_class, shape.n, *strides)
-        self._launch = ShapeLaunch(launches, shape, held=held, numbers=(*sizes, *of_shape, rank))
+        (rank, world_size, sms), (residual, norm_weight, out, _), n = place, ends, ends[2].shape[1]
+        has_norm = norm_weight is not None
+        constants = {"WORLD": world_size, **own, "HAS_RESIDUAL": residual is not None, "NORM": has_norm}
+        constants["ROW"] = triton.next_power_of_2(n) if has_norm else 1
+
+        def grid(meta: dict[str, Any]) -> tuple[int, int, int]:
+            """Return how many programs run: at most the blocks of all rows."""
+            blocks = triton.cdiv(n, meta["BLOCK_N"]) if meta["BLOCK_N"] else 1
+            return max(1, min(rows * blocks, meta["PER_SM"] * sms, MOST_PROGRAMS)), 1, 1
+
+        strides = (out if residual is None else residual).stride(0), out.stride(0)
+        numbers = (*sizes, class_of_rows(of_all), n, *strides, rank)
+        self._launch = TunedLaunch(kernel, grid, constants, held=held, numbers=numbers)
 
     def __call__(self, ends: Ends, patience_ticks: int, eps: float) -> None:
         residual, norm_weight, out, sums = ends

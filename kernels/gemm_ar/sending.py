@@ -32,7 +32,7 @@ from ..compat import compiled_for
 from ..configs import INTERPRETED, capability, fitting, take_first
 from ..exchange.mail import MOST_ROWS, TICKET_BITS, MailMemory, stamp_of, word_of
 from ..gemm.configs import class_of_rows
-from ..launches.settled import SettledLaunches, ShapeLaunch
+from ..launches.settled import TunedKernel, TunedLaunch
 from ..signals import count_up
 from ..symm import SymmetricMemory
 
@@ -159,28 +159,7 @@ def multiply_and_send(
             )
 
 
-class ProductShape(NamedTuple):
-    """Key of the settled launches: config, compiled kernel and grid depend on it."""
-
-    size_class: int
-    n: int
-    k: int
-    strides: tuple[int, int]  # of the operands
-    world_size: int
-    dtype: torch.dtype
-    device: torch.device
-
-    def sizes(self) -> dict[str, int]:
-        return {"size_class": self.size_class, "N": self.n, "K": self.k}
-
-    def constants(self) -> dict[str, Any]:
-        return {"WORLD": self.world_size, "STEP_K": math.gcd(self.k, LARGEST_STEP)}
-
-    def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
-        return triton.cdiv(self.n, meta["BLOCK_N"]) * meta["SPLIT"], 1, 1
-
-
-_SETTLED: SettledLaunches[ProductShape] = SettledLaunches(multiply_and_send, operation="GemmAllReduce")
+_KERNEL = TunedKernel(multiply_and_send, operation="GemmAllReduce")
 
 
 class SendMemory(NamedTuple):
@@ -222,11 +201,13 @@ def _lies_by_rows(rows: torch.Tensor) -> bool:
 
 def prepare(
     rank: int, world_size: int, capacity: int, memory: SendMemory, a: torch.Tensor, weight: torch.Tensor
-) -> ShapeLaunch[ProductShape]:
+) -> TunedLaunch:
     """Return the launch for operands that lie so; it is called with (), the operands, and ()."""
-    rows, k = a.shape
-    size_class, n = class_of_rows(rows), len(weight)
-    strides = a.stride(0), weight.stride(0)
-    shape = ProductShape(size_class, n, k, strides, world_size, a.dtype, a.device)
-    numbers = (rows, capacity, size_class, n, k, *strides, rank)
-    return ShapeLaunch(_SETTLED, shape, held=tuple(memory), numbers=numbers)
+    (rows, k), n = a.shape, len(weight)
+
+    def grid(meta: dict[str, Any]) -> tuple[int, int, int]:
+        return triton.cdiv(n, meta["BLOCK_N"]) * meta["SPLIT"], 1, 1
+
+    constants = {"WORLD": world_size, "STEP_K": math.gcd(k, LARGEST_STEP)}
+    numbers = (rows, capacity, class_of_rows(rows), n, k, a.stride(0), weight.stride(0), rank)
+    return TunedLaunch(_KERNEL, grid, constants, held=tuple(memory), numbers=numbers)

@@ -18,8 +18,8 @@ from ..configs import CANDIDATES, prune_overlapped, take_first
 from ..epilogues import apply_scales
 from ..exchange.peers import Peers, is_any_lost
 from ..gemm.configs import class_of_rows
-from ..gemm.pruning import ChunkShape
-from ..launches.settled import Arguments, SettledLaunches, ShapeLaunch
+from ..gemm.launch import grid_of_chunks
+from ..launches.settled import Arguments, TunedKernel, TunedLaunch
 from ..products import factors_of, halves, multiply_tile
 from ..tensors import begin_at_16_bytes, lies_by_columns, pitch_of
 from ..tiles import claim_number, grouped_tile, reset_counter, rotated_chunk
@@ -180,9 +180,7 @@ def _add_and_store(
         tl.store(to_ptrs, tile.to(to_ptr.dtype.element_ty), mask=mask)
 
 
-CONSTANTS = ("TMA_LEGAL", "BY_COLUMNS", "HAS_ADDEND", "UPCAST")
-
-_SETTLED: SettledLaunches[ChunkShape] = SettledLaunches(gemm_reduce_scatter, operation="GemmReduceScatter")
+_KERNEL = TunedKernel(gemm_reduce_scatter, operation="GemmReduceScatter")
 
 
 class PlainBody(Body):
@@ -192,24 +190,25 @@ class PlainBody(Body):
         self, operands: ScatterOperands, held: ScatterMemory, *, has_tma: bool, upcasts: bool
     ) -> None:
         super().__init__()
-        a, weight, out, addend, *scales = operands
+        a, weight, out, addend, *_ = operands
         strides = (a.stride(0), pitch_of(weight))
-        tensors = (a, weight, out, held.partial if addend is None else addend, *held)
         addresses = (a.data_ptr(), weight.data_ptr())
-        tma_legal = has_tma and begin_at_16_bytes(a.element_size(), addresses, strides)
         self._sizes = (len(a), weight.shape[0], a.shape[1])
         self._further = (held.partial.shape[1], *strides, out.stride(0))
-        constants = (tma_legal, lies_by_columns(weight), addend is not None, upcasts)
-        aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-        scaled = tuple(scale is not None for scale in scales)
-        self._compiled_for = (a.dtype, a.device, CONSTANTS, constants, (*self._further, aligned, scaled))
+        self._constants = {
+            "TMA_LEGAL": has_tma and begin_at_16_bytes(a.element_size(), addresses, strides),
+            "BY_COLUMNS": lies_by_columns(weight),
+            "HAS_ADDEND": addend is not None,
+            "UPCAST": upcasts,
+        }
         self._rows, self._held = class_of_rows(out.shape[0]), held
 
-    def _prepare(self, call: ScatterCall) -> ShapeLaunch[ChunkShape]:
-        of_launch = (call.world_size, call.chunks, call.programs, self._rows)
-        shape = ChunkShape._make((*self._sizes, *of_launch, *self._compiled_for))
+    def _prepare(self, call: ScatterCall) -> TunedLaunch:
+        rows, columns, _ = self._sizes
+        grid = grid_of_chunks(rows // call.world_size, columns, call.chunks, call.programs)
+        constants = {"WORLD": call.world_size, **self._constants}
         numbers = (*self._sizes, *self._further, call.first, call.chunks, call.rank)
-        return ShapeLaunch(_SETTLED, shape, numbers=numbers)
+        return TunedLaunch(_KERNEL, grid, constants, numbers=numbers)
 
     def _arguments(self, operands: ScatterOperands, patience_ticks: int) -> Arguments:
         a, weight, out, addend, *scales = operands

@@ -10,9 +10,14 @@ import triton
 
 from ..compat import HAS_INLINE_PTX
 from ..gemm.configs import any_width, blocks_of, class_of_chunk, gluon_candidate
-from ..gemm.launch import can_take_chunks, matrix_of_weight, shape_of_chunks, tuned_over_chunks
-from ..gemm.pruning import ChunkShape
-from ..launches.settled import Arguments, SettledLaunches, ShapeLaunch
+from ..gemm.launch import (
+    can_take_chunks,
+    constants_of_chunks,
+    grid_of_chunks,
+    matrix_of_weight,
+    tuned_over_chunks,
+)
+from ..launches.settled import Arguments, TunedKernel, TunedLaunch
 from ..matrices import Block, Matrix, matrix_of_rows, set_block
 from .call import Body, ScatterCall, ScatterMemory, ScatterOperands
 from .specialized_kernel import specialized_gemm_reduce_scatter
@@ -67,7 +72,7 @@ STEP_ROWS = 384
 
 tuned = tuned_over_chunks(specialized_gemm_reduce_scatter, CANDIDATES)
 
-_SETTLED: SettledLaunches[ChunkShape] = SettledLaunches(tuned, blocks_of_all, operation="GemmReduceScatter")
+_KERNEL = TunedKernel(tuned, blocks_of_all, operation="GemmReduceScatter")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -93,14 +98,14 @@ class SpecializedBody(Body):
         a, rows = self._matrices[0], operands.out.shape[0]
         self._sizes, self._device = (a.rows, operands.out.shape[1], a.columns), operands.a.device
         self.in_steps, self._size_class = rows >= STEP_ROWS, _size_class(rows)
-        self._has_addend = operands.addend is not None
         self._partial_at, self._held = held.partial.data_ptr(), held[1:]
 
-    def _prepare(self, call: ScatterCall) -> ShapeLaunch[ChunkShape]:
-        of_launch = (call.world_size, call.chunks, call.programs, self._size_class)
-        shape = shape_of_chunks(self._sizes, of_launch, self._matrices, self._device, self._has_addend)
+    def _prepare(self, call: ScatterCall) -> TunedLaunch:
+        rows, columns, _ = self._sizes
+        grid = grid_of_chunks(rows // call.world_size, columns, call.chunks, call.programs)
+        constants = constants_of_chunks(self._matrices, self._device, call.world_size)
         numbers = (*self._sizes, call.capacity, call.first, call.chunks, call.rank)
-        return ShapeLaunch(_SETTLED, shape, self._matrices, held=self._held, numbers=numbers)
+        return TunedLaunch(_KERNEL, grid, constants, self._matrices, held=self._held, numbers=numbers)
 
     def _arguments(self, operands: ScatterOperands, patience_ticks: int) -> Arguments:
         a, b, out = operands.a.data_ptr(), operands.weight.data_ptr(), operands.out.data_ptr()

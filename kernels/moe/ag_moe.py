@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from ..exchange.fill_nan import filler_of_all
 from ..exchange.flags import ARRIVED
-from ..launches.settled import SettledLaunches
+from ..launches.settled import TunedKernel
 from ..signals import Failure
 from ..tensors import (
     OwnBuffer,
@@ -39,7 +39,7 @@ from ..tensors import (
     room_in,
 )
 from .ag_moe_kernel import all_gather_moe
-from .launch import HEIGHTS, ExpertShape, check_experts
+from .launch import HEIGHTS, check_experts
 from .operation import ExpertOperands, ExpertOperation, ExpertPlan
 from .plan import Routing, Sorting
 
@@ -48,7 +48,7 @@ def _nothing() -> None:
     return
 
 
-_SETTLED: SettledLaunches[ExpertShape] = SettledLaunches(all_gather_moe, operation="AllGatherMoE")
+_KERNEL = TunedKernel(all_gather_moe, operation="AllGatherMoE")
 
 
 class AllGatherMoE(ExpertOperation):
@@ -251,7 +251,7 @@ class AllGatherMoE(ExpertOperation):
         planned = (plan.rows, sources, sorting.ends, sorting.tables)
         tensors = (tokens, weight, out, *planned, flags, self._errors)
         strides = (weight.stride(0), pitch_of(weight), out.stride(0))
-        of_layout = (_SETTLED, out.shape[0], weight, strides, tensors, sorting)
+        of_layout = (_KERNEL, out.shape[0], weight, strides, tensors, sorting)
         launch = self._launch_of(*of_layout, HEIGHTS=HEIGHTS)
         launch((), tensors, (sorting.topk, plan.capacity, *strides, rank, self._patience_ticks))
 

@@ -1,13 +1,14 @@
-"""The configs of the kernels over experts, and the key of their settled launches."""
+"""The configs of the kernels over experts, and their grid."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 
 from ..configs import INTERPRETED, candidate
+from ..launches.settled import Grid
 from ..tensors import begin_at_16_bytes, check_tensor, lies_by_columns, pitch_of
 
 LOWEST_HEIGHT = 16  # of a tile; each following table of tiles is for twice as much
@@ -58,40 +59,18 @@ def size_class(choices: int) -> int:
     return 1 << (max(choices, LOWEST_HEIGHT) - 1).bit_length()  # Triton's function takes 1 us
 
 
-class ExpertShape(NamedTuple):
-    """Key of the settled launches: config, compiled kernel and grid depend on it."""
+def grid_of_experts(choices: int, columns: int, experts: int, programs: int) -> Grid:
+    """Return the grid: at most the programs or the tiles, and one program even without tiles, to wait."""
 
-    choices: int  # as far as the grid depends on them, see `counted`
-    size_class: int
-    n: int
-    k: int
-    experts: int
-    strides: tuple[int, ...]  # those among the kernel's parameters
-    world_size: int
-    programs: int
-    dtype: torch.dtype
-    device: torch.device
-    aligned: tuple[bool, ...]  # to 16 bytes, which the compiler makes use of: of each tensor
-    tma_legal: bool
-    by_columns: bool
-    upcasts: bool
-    is_sorted: bool  # the rows of the side that no gather and no scatter touches
+    def grid(meta: dict[str, Any]) -> tuple[int, int, int]:
+        blocks = min(choices, triton.cdiv(choices, meta["BLOCK_M"]) + experts + 1)
+        return max(1, min(programs, blocks * triton.cdiv(columns, meta["BLOCK_N"]))), 1, 1
 
-    def sizes(self) -> dict[str, int]:
-        return {"size_class": self.size_class, "N": self.n, "K": self.k, "experts": self.experts}
-
-    def constants(self) -> dict[str, Any]:
-        layout = {"TMA_LEGAL": self.tma_legal, "BY_COLUMNS": self.by_columns}
-        return {"WORLD": self.world_size, **layout, "UPCAST": self.upcasts, "SORTED": self.is_sorted}
-
-    def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
-        """Return how many programs run: at most the SMs or the tiles, and one even without tiles, to wait."""
-        blocks = min(self.choices, triton.cdiv(self.choices, meta["BLOCK_M"]) + self.experts + 1)
-        return max(1, min(self.programs, blocks * triton.cdiv(self.n, meta["BLOCK_N"]))), 1, 1
+    return grid
 
 
 def counted(choices: int, programs: int) -> int:
-    """Return the choices as far as grids depend on them: large calls with as many programs are one shape."""
+    """Return the choices as far as grids depend on them: large calls with as many programs are alike."""
     return min(choices, programs * HIGHEST_HEIGHT)
 
 

@@ -29,16 +29,16 @@ import torch
 import torch.distributed as dist
 
 from ..exchange.push import SumPusher
-from ..launches.settled import SettledLaunches
+from ..launches.settled import TunedKernel
 from ..signals import Failure
 from ..tensors import Apart, begin_at_16_bytes, check_out, check_sizes, check_tensor, pitch_of
 from .announcer import NOT_COMPUTED
-from .launch import ExpertShape, check_experts
+from .launch import check_experts
 from .moe_rs_kernel import moe_reduce_scatter
 from .operation import ExpertOperands, ExpertOperation, ExpertPlan
 from .plan import Routing, Sorting
 
-_SETTLED: SettledLaunches[ExpertShape] = SettledLaunches(moe_reduce_scatter, operation="MoEReduceScatter")
+_KERNEL = TunedKernel(moe_reduce_scatter, operation="MoEReduceScatter")
 
 
 class MoEReduceScatter(ExpertOperation):
@@ -230,7 +230,7 @@ class MoEReduceScatter(ExpertOperation):
         strides = (y.stride(0), weight.stride(0), pitch_of(weight), out.stride(0))
         addressable = begin_at_16_bytes(y.element_size(), (y.data_ptr(),), strides[:1])
         launch = self._launch_of(
-            *(_SETTLED, y.shape[0], weight, strides, tensors, sorting),
+            *(_KERNEL, y.shape[0], weight, strides, tensors, sorting),
             A_TMA_LEGAL=sorting.is_shared and self._has_tma and addressable,
         )
         own = (sorting.topk, self._capacity, plan.capacity, *strides)

@@ -17,7 +17,7 @@ from ..exchange.call import NumberedCalls
 from ..exchange.flags import ARRIVED, FLAGS, ROWS_SENT
 from ..exchange.operation import INTERPRETED_PROGRAMS, Refusal
 from ..exchange.push import Pushes
-from ..launches.settled import SettledLaunches, ShapeLaunch
+from ..launches.settled import TunedKernel, TunedLaunch
 from ..signals import Failure
 from ..tensors import Apart, check_no_gradient, layout_of, lies_by_columns, remember
 from .announcer import (
@@ -32,7 +32,7 @@ from .announcer import (
     Announcer,
     ChoiceGatherer,
 )
-from .launch import ExpertShape, counted, lies_for_tma, size_class
+from .launch import counted, grid_of_experts, lies_for_tma, size_class
 from .plan import BY_EXPERT, Plan, Routing, Sorting, shared_plan
 from .routing import SHARED_DIGEST, digest_of
 from .tokens import TokenCounts, check_ids, check_weights
@@ -114,7 +114,7 @@ class ExpertOperation(NumberedCalls):
         self._tokens = self._open_counts(type(self).__name__, self._memory)
         self._plans: dict[tuple[int, int, int], Plan] = {}
         self._checked: dict[Hashable, Apart] = {}  # by the layouts of tensors that have been checked
-        self._launches: dict[Hashable, ShapeLaunch[ExpertShape]] = {}  # by all that they depend on
+        self._launches: dict[Hashable, TunedLaunch] = {}  # by all that they depend on
         self._announcer = Announcer(self._pushes)
         self._gatherer = ChoiceGatherer(self._memory, self._ids.local, self._weights.local)
         # Flags for a kernel of one rank: all is here.
@@ -295,30 +295,35 @@ class ExpertOperation(NumberedCalls):
 
     def _launch_of(
         self,
-        launches: SettledLaunches[ExpertShape],
+        kernel: TunedKernel,
         choices: int,
         weight: torch.Tensor,
         strides: tuple[int, ...],
         tensors: tuple[torch.Tensor, ...],
         sorting: Sorting,
         **constants: Any,
-    ) -> ShapeLaunch[ExpertShape]:
+    ) -> TunedLaunch:
         """Return the launches of the grouped GEMM for such tensors.
 
-        constants: constexprs that `ExpertShape` does not have; the other arguments determine them.
+        constants: constexprs that only this kernel has; the other arguments determine them.
         """
         aligned = tuple([tensor.data_ptr() % 16 == 0 for tensor in tensors])
-        key = choices, layout_of(weight), strides, aligned, sorting.is_shared, sorting.is_gathered
+        programs = self._sms or INTERPRETED_PROGRAMS
+        of_choices = counted(choices, programs), size_class(choices)
+        key = of_choices, layout_of(weight), strides, aligned, sorting.is_shared, sorting.is_gathered
         launch = self._launches.get(key)
         if launch is not None:
             return launch
         experts, columns, k = weight.shape
-        programs, ranks = self._sms or INTERPRETED_PROGRAMS, 1 if sorting.is_gathered else self.world_size
-        sizes = (counted(choices, programs), size_class(choices), columns, k, experts)
-        layout = (self._has_tma and lies_for_tma(weight), lies_by_columns(weight))
-        compiled_for = (weight.dtype, weight.device, aligned, *layout)
-        shape = ExpertShape(*sizes, strides, ranks, programs, *compiled_for, self._upcasts, sorting.is_shared)
-        launch = ShapeLaunch(launches, shape, constants=constants, numbers=tuple(shape.sizes().values()))
+        constants |= {
+            "WORLD": 1 if sorting.is_gathered else self.world_size,
+            "TMA_LEGAL": self._has_tma and lies_for_tma(weight),
+            "BY_COLUMNS": lies_by_columns(weight),
+            "UPCAST": self._upcasts,
+            "SORTED": sorting.is_shared,
+        }
+        grid = grid_of_experts(of_choices[0], columns, experts, programs)
+        launch = TunedLaunch(kernel, grid, constants, numbers=(of_choices[1], columns, k, experts))
         return remember(self._launches, key, launch)
 
     # ---- calls that fail

@@ -23,7 +23,7 @@ from benchmarks.common.pretended_device import PretendedDevice
 from dist_autotune.kernels.exchange import fill_nan
 from dist_autotune.kernels.gemm import launch as gemm_launch
 from dist_autotune.kernels.launches import loading
-from dist_autotune.kernels.launches.settled import BlocksOf, SettledLaunches
+from dist_autotune.kernels.launches.settled import BlocksOf, TunedKernel
 from dist_autotune.kernels.moe import plan, routing
 
 BEHIND_ARGUMENTS_OF_TRITON = 9  # grid, stream, function, metadata and hooks are in front of the kernel's own
@@ -167,8 +167,8 @@ def leave(
     configs: list[triton.Config],
     blocks_of: BlocksOf = lambda constants: {},
 ) -> None:
-    """Leave a tuner these configs, and no choice that it has made; `owner` has its settled launches."""
-    monkeypatch.setattr(owner, "_SETTLED", SettledLaunches(tuner, blocks_of))
+    """Leave a tuner these configs, and no choice that it has made; `owner` launches it."""
+    monkeypatch.setattr(owner, "_KERNEL", TunedKernel(tuner, blocks_of))
     monkeypatch.setattr(tuner, "configs", configs)
     monkeypatch.setattr(tuner, "cache", {})
 

@@ -48,7 +48,7 @@ class Launches:
     """How one of the operations launches its kernel."""
 
     kernel: Any
-    module: Any  # which has its settled launches as _SETTLED
+    module: Any  # which has it as _KERNEL
     tiles: list[triton.Config]  # of two kinds: by TMA, and by pointers, where there are both
     others: triton.Config  # with tiles of 128 columns, or more
     make: Callable[[Any], Caller]

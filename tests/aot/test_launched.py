@@ -20,7 +20,7 @@ from dist_autotune import contextual_autotune, kernels
 from dist_autotune.compilation import preflight as compiling
 from dist_autotune.kernels.gemm_rs import plain as gemm_rs
 from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
-from dist_autotune.kernels.launches.settled import ShapeLaunch
+from dist_autotune.kernels.launches.settled import TunedLaunch
 
 CONFIGS = [BY_TMA, BY_TMA_OTHERS, BY_POINTERS]
 
@@ -65,8 +65,8 @@ def config_of(made: Any) -> triton.Config:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that grows whenever a launch is not made the short way."""
     asked: list[int] = []
-    ask = ShapeLaunch._ask
-    monkeypatch.setattr(ShapeLaunch, "_ask", lambda *given: asked.append(1) or ask(*given))
+    ask = TunedLaunch._ask
+    monkeypatch.setattr(TunedLaunch, "_ask", lambda *given: asked.append(1) or ask(*given))
     return asked
 
 

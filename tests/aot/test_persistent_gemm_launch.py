@@ -18,7 +18,7 @@ from dist_autotune.kernels.epilogues import Epilogue, EpilogueKind
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm import operation
 from dist_autotune.kernels.gemm.configs import blocks_of
-from dist_autotune.kernels.launches import settled as settled_launches
+from dist_autotune.kernels.launches.settled import TunedKernel
 from dist_autotune.kernels.matrices import LINE_BYTES
 from dist_autotune.kernels.persistent_gemm import persistent_matmul
 
@@ -45,8 +45,8 @@ def test_a_result_by_columns_is_the_transposed_product_whose_rows_have_what_is_o
     a, b, out = operands(256, 192, 64)
     out = zeros(192, 256).T if by_columns else out
     bias, scale_a, scale_b = (torch.zeros(size) for size in (192, 256, 192))
-    for _ in range(2):  # asked of the tuner, then the short way
-        multiply(a, b, out, epilogue=Epilogue(bias, "silu", scale_a, scale_b))
+    ending = Epilogue(bias, "silu", scale_a, scale_b)
+    multiply(a, b, out, epilogue=ending, times=2)  # asked of the tuner, then the short way
     first, second = (each.arguments for each in device.launches)
     of_rows, of_columns = (scale_a.data_ptr(), None), (scale_b.data_ptr(), bias.data_ptr())
     sizes, factors = [256, 192, 64], [a, b, b, out]
@@ -58,13 +58,10 @@ def test_a_result_by_columns_is_the_transposed_product_whose_rows_have_what_is_o
 
 
 def test_a_config_of_swapped_tiles_has_a_s_rows_for_its_further_columns(device, monkeypatch):
-    of_a_again = settled_launches.SettledLaunches(
-        launching.tuned_gemm, blocks_of, sources_of=lambda kwargs: (0, 1, 0, 3)
-    )
-    monkeypatch.setattr(launching, "_SETTLED", of_a_again)
+    of_a_again = TunedKernel(launching.tuned_gemm, blocks_of, sources_of=lambda kwargs: (0, 1, 0, 3))
+    monkeypatch.setattr(launching, "_KERNEL", of_a_again)
     a, b, out = operands(256, 192, 64)
-    for _ in range(2):  # the first has what the config's `pre_hook` sets
-        multiply(a, b, out)
+    multiply(a, b, out, times=2)  # the first has what the config's `pre_hook` sets
     *_, settled = (each.arguments for each in device.launches)
     assert [descriptor[0] for descriptor in settled[:4]] == [each.data_ptr() for each in (a, b, a, out)]
 
@@ -81,14 +78,13 @@ def test_operands_in_fp8_have_as_many_bytes_in_a_block_as_halves(device):
     assert of_bytes[3] == of_halves[3]
 
 
-def test_calls_that_differ_in_their_epilogue_alone_share_no_choice_and_no_launch(device):
+def test_calls_that_differ_in_their_epilogue_alone_launch_other_kernels(device):
     a, b, out = operands(256, 192, 64)
     bias = zeros(1, 192)[0]
     endings = [Epilogue(), Epilogue(bias), Epilogue(bias.float()), Epilogue(activation="relu")]
     for epilogue in endings:
         multiply(a, b, out, epilogue=epilogue)
-    assert len({shape.epilogue for shape in launching._SETTLED._of}) == len(endings)
-    assert len({settled.key for (settled,) in launching._SETTLED._of.values()}) == len(endings)
+    assert len({launched.received[4:6] for launched in device.launches}) == len(endings)
 
 
 def test_a_gated_result_by_columns_is_computed_by_rows_and_copied(device):

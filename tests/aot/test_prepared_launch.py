@@ -275,14 +275,13 @@ def test_prepared_launches_of_a_sorting_hand_over_what_triton_s_own_do(device, i
 @NEEDS_BARE
 def test_descriptors_are_encoded_once_for_each_address(device):
     first, second = Caller(SpecializedConsumer), Caller(SpecializedConsumer)
-    calls(device, first, 1)
-    device.encoded.clear()
-    calls(device, first, 5)
-    assert len(device.encoded) == 4
-    calls(device, second, 5)
-    assert len(device.encoded) == 8
+    for caller in (first, second):
+        calls(device, caller, 1)
+        device.encoded.clear()
+        calls(device, caller, 5)
+        assert len(device.encoded) == 4
     gather, weight, out = (tensor.data_ptr() for tensor in second.tensors)
-    assert device.encoded[4:] == [gather, weight, weight, out]
+    assert device.encoded == [gather, weight, weight, out]
 
 
 @NEEDS_BARE
@@ -291,9 +290,8 @@ def test_descriptors_of_ever_new_addresses_are_bounded(device, monkeypatch):
     caller = Caller(SpecializedConsumer)
     for caller.tensors[1] in torch.zeros((8, N, K), dtype=torch.bfloat16):
         calls(device, caller, 2)
-    ((settled,),) = specialized._SETTLED._of.values()
-    (prepared,) = settled._prepared.values()
-    assert [len(known) <= 3 for known in prepared._encoded] == [True] * 4
+    (launch,) = caller.consumer._launches.values()
+    assert [len(known) <= 3 for known in launch._last.launch._encoded] == [True] * 4
 
 
 @consumers

@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from launch_path import (
     DESCRIPTOR_BYTES,
     Launched,
@@ -29,7 +28,7 @@ from settled_cases import ALL, CAPACITY, PULLING, SPECIALIZED, STAMPED, WITH_DES
 from dist_autotune import contextual_autotune
 from dist_autotune.compilation import preflight as compiling
 from dist_autotune.kernels.launches import settled as settled_launches
-from dist_autotune.kernels.moe.launch import GPU_TILES, HIGHEST_HEIGHT, ExpertShape, counted
+from dist_autotune.kernels.moe.launch import GPU_TILES, HIGHEST_HEIGHT, counted, grid_of_experts
 
 
 @dataclass(frozen=True)
@@ -99,20 +98,12 @@ def test_an_operation_launches_where_tensors_are_now_and_tells_apart_how_they_li
         assert len(asked) == known
 
 
-def test_a_device_is_part_of_what_is_remembered(world):
-    world.caller().call()
-    settled = world.of.module._SETTLED
-    (shape,) = settled._of
-    assert settled.find(shape) is not None
-    assert settled.find(shape._replace(device=torch.device("cuda:1"))) is None
-
-
-def test_another_operation_takes_the_short_way_with_its_own_tensors_and_rank(world, asked):
+def test_another_operation_launches_with_its_own_tensors_and_rank_and_shares_what_is_tuned(world):
     world.caller().call()
     caller = world.caller(replace(world.of.plain, rank=0))
     values = world.named(world.launched(caller))
-    assert asked == [1]
     assert values["rank"] == 0
+    assert len(world.of.kernel.cache) == 1
     for name, tensor in caller.tensors.items():
         address = values[f"{name}_desc"][0] if f"{name}_desc" in values else values[f"{name}_ptr"]
         assert address == tensor.data_ptr(), name
@@ -121,8 +112,10 @@ def test_another_operation_takes_the_short_way_with_its_own_tensors_and_rank(wor
 @pytest.mark.parametrize("world", OF_EXPERTS.values(), ids=OF_EXPERTS, indirect=True)
 def test_large_calls_of_one_size_class_share_a_launch_whatever_their_choices(world, asked):
     few = replace(world.of.plain, programs=2)
-    sizes = [replace(few, rows=rows) for rows in (65, 100, 128)]
-    assert [world.launched(world.caller(case)).received[0] for case in sizes] == [2, 2, 2]
+    callers = [world.caller(replace(few, rows=rows)) for rows in (65, 100, 128)]
+    for caller in callers:
+        caller.operation = callers[0].operation
+        assert world.launched(caller).received[0] == 2
     assert asked == [1]
 
 
@@ -134,11 +127,7 @@ def test_the_choices_that_are_counted_lead_to_the_same_grid_as_all(programs, n):
     for choices in (0, 1, 15, 200, edge - 1, edge, edge + 1, 3 * edge + 5):
         for config in GPU_TILES:
             grids = {
-                ExpertShape(
-                    counting,
-                    *(0, n, 64, 8, (), 2, programs),
-                    *(torch.float16, torch.device("cpu"), (), True, False, False, False),
-                ).grid(config.kwargs)
+                grid_of_experts(counting, n, 8, programs)(config.kwargs)
                 for counting in (choices, counted(choices, programs))
             }
             assert len(grids) == 1, (choices, config)
@@ -169,7 +158,8 @@ def test_chunks_are_launched_at_once_or_each_alone_with_its_own_grid_and_the_sam
     launches = [world.named(made) for made in world.device.launches]
     chunks = [(0, 1), (1, 1)] if captured else [(0, 2)]
     assert [(each["first"], each["chunks"]) for each in launches] == chunks * 2
-    assert asked == [1]
+    assert len(asked) == len(chunks)
+    assert len(world.of.kernel.cache) == 1
     capacity = CAPACITY // 2  # rows of a rank
     numbers = {"M": 2 * case.rows, "N": case.n, "K": case.k, "capacity": capacity, "size_class": case.rows}
     numbers |= {"patience_ticks": op._patience_ticks, "staged_ptr": op._staged.local.data_ptr()}
@@ -256,14 +246,14 @@ def test_threads_ask_a_tuner_one_at_a_time_as_it_keeps_the_arguments_of_its_laun
             most.append(len(inside))
             inside.pop()
 
-    shape, second = mock.MagicMock(), threading.Event()
-    shape.constants.return_value = {}
-    launches = settled_launches.SettledLaunches(Tuner())
-    launches.remember = lambda *given: None
+    second = threading.Event()
+    kernel = settled_launches.TunedKernel(Tuner())
 
     def ask(_):
         both.wait(10.0)
-        settled_launches.ShapeLaunch(launches, shape)((), (), ())
+        launch = settled_launches.TunedLaunch(kernel, lambda meta: (1, 1, 1), {})
+        launch._remember = lambda *given: None
+        launch((), (), ())
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(ask, range(2)))

@@ -77,13 +77,15 @@ def multiply(
     *,
     tensor_memory: bool = False,
     epilogue: Epilogue = Epilogue(),  # noqa: B008  a frozen one
+    times: int = 1,
 ) -> bool:
     """Write the result to `out` by the Gluon body; return False, with nothing done, if it is not to."""
     choices, kind = (variant, programs), epilogue.kind()
     found = launching.plan_launch(a, b, out, *choices, tensor_memory=tensor_memory, epilogue=kind)
     if found is None:
         return False
-    launching.execute(found, a, b, out, epilogue)
+    for _ in range(times):
+        launching.execute(found, a, b, out, epilogue)
     return True
 
 

@@ -16,7 +16,7 @@ from triton.runtime.interpreter import GridExecutor
 from dist_autotune.kernels.agreement import ballots
 from dist_autotune.kernels.exchange import calls, operation
 from dist_autotune.kernels.gemm import launch as gemm_launch
-from dist_autotune.kernels.launches.settled import ShapeLaunch
+from dist_autotune.kernels.launches.settled import TunedLaunch
 from dist_autotune.kernels.symm import SymmetricMemoryError, SymmetricTensor, cuda
 from dist_autotune.kernels.symm.ranks import SharingRanks
 
@@ -231,7 +231,7 @@ def install_for_operations(monkeypatch: pytest.MonkeyPatch, driver: CapturingDri
             "synchronize": nothing,
         },
         gemm_launch: {"capability": lambda device: 9},
-        ShapeLaunch: {"__call__": nothing, "load": nothing},
+        TunedLaunch: {"__call__": nothing, "load": nothing},
         GridExecutor: {"__call__": nothing},
     }
     for owner, values in changes.items():

@@ -25,8 +25,7 @@ N, K = 40, 24
 def op(monkeypatch):
     """Give an operation of one rank of which this process knows nothing yet."""
     gemm_reduce_scatter.cache.clear()
-    monkeypatch.setattr(gemm_rs._SETTLED, "_told", set())
-    monkeypatch.setattr(gemm_rs._SETTLED, "_of", type(gemm_rs._SETTLED._of)())
+    monkeypatch.setattr(gemm_rs._KERNEL, "_told", set())
     with left_as_before(gemm_reduce_scatter):
         SCATTERING_SUMS.begin(0)
         gemm_reduce_scatter.configs = CANDIDATES

@@ -11,7 +11,7 @@ from host_as_peer import DEVICE, DTYPE, LATE_S, HostAsPeer, HostPeer, on_one_gpu
 from operation_runs import message_of
 
 from dist_autotune.kernels.exchange.flags import ARRIVED, FREE, GIVEN, ROWS_SENT
-from dist_autotune.kernels.moe import ag_moe, ag_moe_kernel
+from dist_autotune.kernels.moe import ag_moe_kernel
 from dist_autotune.kernels.moe.ag_moe import AllGatherMoE
 from dist_autotune.kernels.moe.announcer import TOPK_SPAN
 from dist_autotune.kernels.signals import as_patience
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.gpu(alone=True, seconds=7)  # beside another process no
 def choose(index: int) -> None:
     """Leave the kernel one candidate."""
     ag_moe_kernel.all_gather_moe.configs = [ag_moe_kernel.GPU_CANDIDATES[index]]
-    ag_moe._SETTLED._of.clear()
 
 
 def error_of(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> float:
