@@ -288,6 +288,7 @@ def test_sums_that_do_not_come_are_told_and_the_gpu_is_free(rank: int, body: str
 def test_calls_behind_pushes_that_do_not_leave_end(rank: int, name: str) -> None:
     """No check waits longer than kernels do; and once the pushes leave the device is free."""
     memory, (rows, n, k) = HostAsPeer(), SHAPES[0]
+    peer = HostPeer(memory)  # first: CUDA makes no stream while another one waits
     weight = torch.zeros(n, k, dtype=DTYPE, device=DEVICE)
     if name == "AllGatherGemm":
         choose_candidate("specialized", "cooperative")
@@ -317,7 +318,7 @@ def test_calls_behind_pushes_that_do_not_leave_end(rank: int, name: str) -> None
         assert time.monotonic() - began < 20
 
     told(op.check)
-    HostPeer(memory).write(held, 1)
+    peer.write(held, 1)
     told(op.check)
     torch.cuda.synchronize()
     told(op.close)
