@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import enum
-from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -187,9 +186,6 @@ def import_entries(
     replace: Annotated[
         bool, typer.Option("--replace", help="Where results differ, take those of the bundle.")
     ] = False,
-    any_hardware: Annotated[
-        bool, typer.Option("--any-hardware", help="Store entries for other devices than this machine's, too.")
-    ] = False,
 ) -> None:
     """Add the entries of a bundle to the cache; where results differ, those of the cache stay."""
     from ..storage.scope import Device  # it imports torch, which serves this command alone
@@ -199,57 +195,20 @@ def import_entries(
         entries = bundle.read(path)
     except ValueError as error:
         terminal.fail(f"{path}: {error}. Give a file that `dist-autotune cache export` wrote.")
+    added, conflicts = bundle.merge(cache, entries, replaces=replace)
+    same = len(entries) - added - len(conflicts)
+    counts = f"{added} new, {same} as there, {len(conflicts)} with another winner"
+    terminal.echo(f"Imported into {cache.directory}: {counts}")
+    for entry in conflicts:
+        config = config_label(entry.config)
+        done = f"took {config}" if replace else f"kept the cache's; --replace takes {config}"
+        terminal.echo(f"{entry.title}: {done}")
     here = Device.current()
-    hardware = _hardware(here.name, here.capability)
-    others = Counter(_hardware(entry.key.device, entry.key.capability) for entry in entries)
-    del others[hardware]
-    if others and not any_hardware:
-        count = f"{others.total()} of {_entries(len(entries))}"
-        text = f"{path}: {count} not for this machine, which has {hardware}, but for "
-        text += f"{', '.join(sorted(others))}. --any-hardware stores them, too."
-        if others.total() == len(entries):
-            terminal.fail(text)
-        terminal.echo(text, err=True)
-        entries = [e for e in entries if _hardware(e.key.device, e.key.capability) == hardware]
-    _report_import(cache, bundle.merge(cache, entries, replaces=replace), replaces=replace)
-    _report_old(entries, here.driver)
-
-
-def _report_import(cache: Winners, merged: bundle.ImportResult, *, replaces: bool) -> None:
-    """Print how many entries were added, and for each conflict which one was kept."""
-    differing = f"{len(merged.conflicts)} with another winner"
-    terminal.echo(f"Imported into {cache.directory}: {merged.added} new, {merged.same} as there, {differing}")
-    for old, new in merged.conflicts:
-        kept, other = (new, old) if replaces else (old, new)
-        advice = "" if replaces else "; --replace takes that of the bundle"
-        terminal.echo(f"{old.title}: kept {_winner(kept)}, not {_winner(other)}{advice}")
-    if merged.missing:
-        terminal.fail(f"{_entries(merged.missing)} could not be stored.")
-
-
-def _report_old(entries: list[Entry], driver: str) -> None:
-    """Say how many entries are of another Triton or driver: sessions here race their best again."""
-    import triton
-
-    versions = Counter((entry.key.triton_version, entry.key.driver) for entry in entries)
-    here = triton.__version__, driver
-    for there, count in versions.items():
-        if there != here:
-            names = [f"Triton {version}, driver {of or 'unknown'}" for version, of in (there, here)]
-            terminal.echo(
-                f"{_entries(count)} tuned with {names[0]}; here are {names[1]}: the three best of each are "
-                "raced again, and strict refuses its key until then",
-                err=True,
-            )
-
-
-def _hardware(device: str, capability: str) -> str:
-    return f"{device} {capability}".strip()
-
-
-def _winner(entry: Entry) -> str:
-    facts = [f"{format_ms(entry.ms)} ms", entry.created_at or "undated"]
-    return f"{config_label(entry.config)} ({', '.join(facts)})"
+    others = [e for e in entries if (e.key.device, e.key.capability) != (here.name, here.capability)]
+    if others:
+        devices = ", ".join(sorted({f"{each.key.device} {each.key.capability}" for each in others}))
+        count = f"{len(others)} of {_entries(len(entries))}"
+        terminal.echo(f"{count} not for this machine, which has {here.text}, but for {devices}", err=True)
 
 
 def _open_cache() -> Winners:

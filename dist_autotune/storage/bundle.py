@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec import Struct
@@ -28,16 +27,6 @@ class Bundle(Struct, frozen=True, kw_only=True):
     package_version: str = __version__
     exported_at: str = ""  # wall clock, ISO 8601, UTC: for people
     entries: tuple[Entry, ...]
-
-
-@dataclass(frozen=True)
-class ImportResult:
-    """What became of the entries of a bundle."""
-
-    added: int
-    same: int  # the cache had the same results
-    conflicts: tuple[tuple[Entry, Entry], ...]  # (of the cache, of the bundle): other winners
-    missing: int  # could not be stored; a `CacheWarning` says why
 
 
 def write(path: Path, entries: Iterable[Entry], *, replaces: bool) -> None:
@@ -81,18 +70,17 @@ def read(path: Path) -> list[Entry]:
     return list(entries.values())
 
 
-def merge(winners: Winners, entries: Sequence[Entry], *, replaces: bool) -> ImportResult:
-    """Store the entries of a bundle; another result that the cache has stays, unless this `replaces` it."""
+def merge(winners: Winners, entries: Sequence[Entry], *, replaces: bool) -> tuple[int, list[Entry]]:
+    """Store the entries of a bundle; return how many are new, and those whose key had another winner.
+
+    Another result that the cache has stays, unless this `replaces` it. Raises OSError if one is not stored.
+    """
     stored = [winners.get(entry.key) for entry in entries]
     winners.put(*entries, replaces=replaces)
-    is_there = [winners.get(entry.key) is not None for entry in entries]
     for entry in entries:
+        if winners.get(entry.key) is None:
+            raise OSError(f"{entry.title} could not be stored in {winners.directory}")
         winners.record_launch(IMPORTED, entry.key)
-    pairs = [(old, entry) for old, entry in zip(stored, entries, strict=True) if old is not None]
-    conflicts = tuple((old, entry) for old, entry in pairs if old.winner != entry.winner)
-    return ImportResult(
-        added=sum(old is None and new for old, new in zip(stored, is_there, strict=True)),
-        same=len(pairs) - len(conflicts),
-        conflicts=conflicts,
-        missing=is_there.count(False),
-    )
+    pairs = zip(stored, entries, strict=True)
+    conflicts = [new for old, new in pairs if old is not None and old.winner != new.winner]
+    return stored.count(None), conflicts

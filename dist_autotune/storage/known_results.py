@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import socket
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import triton
-from msgspec.structs import asdict, replace
+from msgspec.structs import asdict
 from triton.runtime.autotuner import Autotuner
 
 from ..codec import digest, to_json
@@ -45,9 +45,6 @@ _origins: weakref.WeakKeyDictionary[Autotuner, dict[Key, Origin]] = weakref.Weak
 
 def mark_origin(tuner: Autotuner, key: Key, origin: Origin) -> None:
     _origins.setdefault(tuner, {})[key] = origin
-
-
-_choices: weakref.WeakKeyDictionary[RankGroup, dict[str, str]] = weakref.WeakKeyDictionary()  # by EntryKey
 
 
 def holds_other_result(tuner: Autotuner, key: Key, scope: str) -> bool:
@@ -89,11 +86,9 @@ class KnownResults:
             "triton_version": triton.__version__,
             "world_size": len(function.group.ranks),
         }
-        self.folder = self._folder(function.scope, function.kernel_scope)  # of what the function launches
-
-    def _folder(self, *scopes: str) -> str:
-        name = f"{self.function.name}#{self.function.source_digest}"
-        return f"{safe_name(name)}-{digest(to_json([name, *self._conditions.values(), *scopes]))}"
+        name = f"{function.name}#{function.source_digest}"
+        about = [name, *self._conditions.values(), function.scope, function.kernel_scope]
+        self.folder = f"{safe_name(name)}-{digest(to_json(about))}"  # of what the function launches
 
     def entry_key(self, context: ContextIdentity) -> EntryKey:
         """Return all that a result of this context depends on."""
@@ -119,10 +114,7 @@ class KnownResults:
             return {}
         if not self.function.tunes:
             return self._offers_of(self.disk.entries())
-        folders, eager = [IMPORTED, self.folder], self.function.eager_scope
-        if self.function.is_replayed:  # its contexts begin with what eager calls have found
-            folders.append(self._folder(eager, eager))
-        known = map(self.disk.launched_by, folders)
+        known = map(self.disk.launched_by, (IMPORTED, self.folder))
         return self._offers_of(itertools.chain.from_iterable(known))
 
     def open(self, offers: Offers, *, same_device: bool, stores: bool) -> None:
@@ -137,7 +129,7 @@ class KnownResults:
 
     def _offers_of(self, entries: Iterable[Entry]) -> Offers:
         function, conditions = self.function, self._conditions.items()
-        scopes = function.scope, function.kernel_scope, function.eager_scope
+        scopes = function.scope, function.kernel_scope
         return {
             entry.key.digest: Offer(
                 function.group.rank,
@@ -158,11 +150,7 @@ class KnownResults:
         known = None if tuner is None or self.ignores_known else self._in_memory(tuner, context.key)
         if known is not None:
             return self.function.group.rank, identity.config_digest(known), None
-        on_disk, chosen = self.claim_on_disk(context), self._choice_in_memory(context)
-        counts = self.function.is_alone or self.entry_key(context).digest in self._offers
-        if chosen is None or (on_disk is not None and counts):  # its cache may be another one than memory's
-            return on_disk
-        return self.function.group.rank, chosen, None
+        return self.claim_on_disk(context)
 
     def claim_on_disk(self, context: ContextIdentity) -> Claim | None:
         """Return the entry that all ranks have agreed on, else this rank's own, which it will report."""
@@ -178,8 +166,7 @@ class KnownResults:
 
     def holds_back(self, context: ContextIdentity) -> bool:
         """Return whether a claim on disk is reported and not launched: all ranks take the same option."""
-        is_agreed = self.entry_key(context).digest in self._offers or self._choice_in_memory(context)
-        return context.is_joint and not is_agreed
+        return context.is_joint and self.entry_key(context).digest not in self._offers
 
     def _in_memory(self, tuner: Autotuner, key: Key) -> Any:
         """Return the config in `Autotuner.cache` if it counts."""
@@ -191,15 +178,6 @@ class KnownResults:
             is_ours = function.is_alone or origin.group is function.group
             counts = is_ours and origin.scope == function.scope and not origin.provisional
         return tuner.cache.get(key) if counts else None
-
-    def remember_choice(self, context: ContextIdentity, winner: str) -> None:
-        """Keep the option that the group settled on, for functions of this process that do not tune."""
-        _choices.setdefault(self.function.group, {})[self.entry_key(context).digest] = winner
-
-    def _choice_in_memory(self, context: ContextIdentity) -> str | None:
-        if not context.is_choice or self.function.tunes:
-            return None
-        return _choices.get(self.function.group, {}).get(self.entry_key(context).digest)
 
     # -- what other keys and older entries tell ------------------------------------------------------------
 
@@ -231,11 +209,8 @@ class KnownResults:
         kernel, offers = context.source.short_name, self._offers
         if self.function.is_alone and self.looks_on_disk:
             _, offers = self._on_disk(kernel)
-        keys, function = [self.entry_key(context)], self.function
-        if function.is_replayed:  # last, its own
-            keys.insert(0, replace(keys[0], scope=function.eager_scope))
-        known = offers.values()
-        return [offer for key in keys for offer in known if offer.relatives == key.relatives]
+        relatives = self.entry_key(context).relatives
+        return [offer for offer in offers.values() if offer.relatives == relatives]
 
     def _on_disk(self, kernel: str) -> tuple[list[Entry], Offers]:
         """Return all entries of a kernel, which are read once, and as offers those that may be used."""
@@ -310,27 +285,14 @@ class KnownResults:
         )
 
     def _elsewhere(self, context: ContextIdentity) -> str:
-        """Return how results on disk for a kernel of that name differ from the one that is asked for.
-
-        Those for that key; without any, those for other keys if all are of another number of ranks.
-        """
-        key, asked, found = self.entry_key(context), context.source.full_name, set[str]()
-        numbers = set[int]()
-        for entry in self.disk.entries(context.source.short_name):
-            numbers.add(entry.key.world_size)
-            if entry.key.key == key.key and entry.key != key:
-                is_same_kernel = entry.key.kernel_digest == key.kernel_digest
-                made_of = entry.evidence.full_name
-                other = [] if is_same_kernel else [f"source and configs of {made_of}, not of {asked}"]
-                for name in ("device", "triton_version", "driver", "scope", "constants"):
-                    there, here = getattr(entry.key, name), getattr(key, name)
-                    other += [f"{name} {there!r}, not {here!r}"] if there != here else []
-                if entry.key.world_size != key.world_size:
-                    other.append(_of_ranks([entry.key.world_size], key.world_size))
-                found.add(" and ".join(other or ["other candidates"]))
-        if numbers and not found and key.world_size not in numbers:
-            found.add(f"other keys on {_of_ranks(sorted(numbers), key.world_size)}")
-        return f", but for {'; for '.join(sorted(found)[:LISTED_KEYS])}" if found else ""
+        """Return for how many ranks there are results on disk for a kernel of that name, if not for these."""
+        numbers = {entry.key.world_size for entry in self.disk.entries(context.source.short_name)}
+        here = len(self.function.group.ranks)
+        if not numbers or here in numbers:
+            return ""
+        *_, most = there = sorted(numbers)
+        ranks = "rank" if most == 1 else "ranks"
+        return f", but for {' or '.join(map(str, there))} {ranks}, not {here}"
 
     @property
     def _places(self) -> str:
@@ -348,11 +310,6 @@ def _found_with(old: EntryKey, new: EntryKey, is_same_source: bool) -> str:
     parts = [f"Triton {old.triton_version}"] if old.triton_version != new.triton_version else []
     parts += [f"driver {old.driver or 'unknown'}"] if old.driver != new.driver else []
     return " and ".join(parts if is_same_source else [*parts, "an earlier source"])
-
-
-def _of_ranks(there: Sequence[int], here: int) -> str:
-    *_, most = there
-    return f"{' or '.join(map(str, there))} {'rank' if most == 1 else 'ranks'}, not {here}"
 
 
 def _likeness(entry: Entry, key: EntryKey) -> tuple[bool, str, str]:

@@ -85,7 +85,7 @@ class FunctionScope:
         self.scope = "" if options.share else options.name or f"{name}#{source_digest}"
         if self.bits == "same":  # the best of fewer candidates: others would get less than they could
             self.scope = f"{self.scope} with equal bits".strip()
-        self.eager_scope, self.is_replayed = self.scope, options.objective == "graph"
+        self.is_replayed = options.objective == "graph"
         if self.is_replayed:
             self.scope = f"{self.scope} in a graph".strip()
 

@@ -90,14 +90,6 @@ def test_another_process_finds_each_result_in_the_cache(gpus, tmp_path):
     assert {context.status for context in (only(eager.report), only(replayed.report))} == {"cached"}
 
 
-def test_without_a_result_of_replays_a_captured_call_takes_the_eager_one(gpus, tmp_path, monkeypatch):
-    monkeypatch.setitem(EAGER_MS, 16, 0.070)  # 32 wins, and is not the first config
-    gpus.tuned(Step(gpus[0], "kernel"), cache=tmp_path)()
-    replayed = gpus.tuned(Step(gpus[0], "kernel"), objective="graph", cache=tmp_path)
-    assert captured(gpus[0], replayed) == 32
-    assert replayed.report is None
-
-
 def test_each_judged_run_is_captured_once_and_no_graph_is_left(gpus):
     (gpu,), alive = gpus, []
     step = Step(gpu, "choice")

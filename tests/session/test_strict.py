@@ -95,13 +95,6 @@ def test_the_same_source_under_another_module_s_name_is_the_same_kernel(tune_ker
     assert torch.equal(tune_kernel_of("vendored", KERNEL)(), numbers() + 1)
 
 
-def test_results_of_another_source_are_told(tune_kernel_of, strict):
-    tune_kernel_of("original", KERNEL)()
-    strict()
-    with pytest.raises(NotTuned, match=r"but for source and configs of original\.add, not of changed\.add"):
-        tune_kernel_of("changed", KERNEL.replace("x + 1", "1 + x"))()
-
-
 def test_without_a_cache_the_message_says_so(bench, strict):
     strict()
     tuned = bench.tuned({16: 3.0, 32: 1.0}, cache=False)
@@ -157,27 +150,6 @@ def test_a_choice_of_the_host_that_is_not_tuned_is_an_error(bench, strict):
     assert fresh(64) == 2
     with pytest.raises(NotTuned, match=r"slices\[128\] is not tuned.*Nearest tuned keys: \[64\]"):
         fresh(128)
-
-
-def test_a_choice_of_the_host_that_memory_knows_needs_no_cache(bench, monkeypatch):
-    thunk = bench.choosing("slices without a cache", {1: 2.0, 2: 1.0})
-    bench.tune(thunk, cache=False)()
-    for mode in ("cached", "strict"):
-        monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
-        assert bench.tune(thunk, cache=False)() == 2
-    with pytest.raises(NotTuned):
-        bench.tune(thunk, cache=False, share=False)()
-
-
-@pytest.mark.parametrize("mode", ["strict", "cached"])
-def test_a_choice_on_disk_counts_before_that_of_another_cache_in_memory(bench, monkeypatch, mode):
-    def tuned_to(fast, cache):
-        ms = {1: 2.0, 2: 2.0} | ({fast: 1.0} if fast else {})
-        return bench.tune(bench.choosing("slices of two caches", ms), cache=cache)()
-
-    assert [tuned_to(fast, cache=f"cache-{fast}") for fast in (1, 2)] == [1, 2]
-    monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
-    assert [tuned_to(None, cache=f"cache-{fast}") for fast in (1, 2)] == [1, 2]
 
 
 def test_a_provisional_choice_does_not_count(bench, strict):
