@@ -23,16 +23,16 @@ Traps: arms run one after the other; only times of one arm's steps are close in 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from benchmarks.common.arms import Plan
@@ -41,6 +41,8 @@ from benchmarks.common.processes import ROOT, environment_without_torchrun, run_
 from benchmarks.common.ranks import ON_GPU, Ranks
 from benchmarks.common.records import describe_run, write_json
 from benchmarks.common.render import summary
+from dist_autotune import TuningReport
+from dist_autotune.reports.history import load_history
 
 SCRIPT = ROOT / "examples/train_third_party.py"
 STEP = re.compile(r"^step (\d+) loss (\S+) ms ([\d.]+)$")
@@ -65,7 +67,7 @@ class Ended:
     ms: list[float] = field(default_factory=list)
     losses: list[str] = field(default_factory=list)
     picks: list[dict[str, str]] = field(default_factory=list)  # of each rank, by kernel and key
-    sessions: list[dict[str, Any]] = field(default_factory=list)  # what `report --json` says
+    reports: list[TuningReport] = field(default_factory=list)  # of its sessions, as its logs tell them
 
     @property
     def settled_ms(self) -> float:
@@ -151,10 +153,7 @@ def read(place: Path, trouble: str) -> Ended:
             ended.ms = [float(found[3]) for found in steps]
     if not ended.ms and not trouble:
         ended.trouble = "printed no step"
-    if (place / "logs").exists():
-        command = [sys.executable, "-m", "dist_autotune", "report", "--json", str(place / "logs")]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        ended.sessions = json.loads(said)["sessions"]
+    ended.reports = [session.report for session in load_history(place / "logs").sessions]
     return ended
 
 
@@ -194,11 +193,10 @@ def row(name: str, ended: Ended) -> tuple[str, ...]:
     if not ended.ms:
         return (name, *["-"] * (len(COLUMNS) - 1))
     later = ended.ms[1:] or ended.ms
-    reports = [session["report"] for session in ended.sessions]
-    contexts = [context for report in reports for context in report["contexts"]]
-    runs = sum(report["runs"] for report in reports)
+    contexts = [context for report in ended.reports for context in report.contexts]
+    runs = sum(report.runs for report in ended.reports)
     meanwhile = statistics.fmean(ended.ms[1:runs] or [ended.settled_ms])
-    trials = sum(len(context["timings"]) > 1 for context in contexts)
+    trials = sum(len(context.timings) > 1 for context in contexts)
     return (
         name,
         f"{ended.ms[0] / 1e3:.2f}",
@@ -229,7 +227,7 @@ def notes(arms: dict[str, Ended]) -> list[str]:
 def main() -> int:
     parser = new_parser(__doc__)
     parser.add_argument("--nproc", type=int, default=1, help="ranks of each arm")
-    parser.add_argument("--steps", type=int, default=3000, help="of tuned; the other arms make 40 at most")
+    parser.add_argument("--steps", type=int, default=800, help="of tuned; the other arms make 40 at most")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="in this order")
     parser.add_argument("--search", default="auto", help="of tuned and restarted: auto, racing or expected")
     parser.add_argument("--limit-s", type=float, default=900.0, help="for each arm")
@@ -238,7 +236,10 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="third-party-") as name:
         arms = Arms(Path(name), options)
-        ended = {arm: arms.start(arm) for arm in ARMS if arm in options.arms}
+        ended = {}
+        for arm in filter(options.arms.__contains__, ARMS):
+            ended[arm] = arms.start(arm)
+            print("  ".join(map(" ".join, zip(COLUMNS, row(arm, ended[arm]), strict=True))), flush=True)
     machine, plan = (
         Machine(options.nproc),
         Plan(warm_ups=0, iterations=options.steps, limit_s=options.limit_s),
@@ -248,7 +249,7 @@ def main() -> int:
     record |= {
         "figures": "wall clock",
         "table": table(ended),
-        "arms": {k: asdict(v) for k, v in ended.items()},
+        "arms": msgspec.to_builtins(ended),
     }
     print(summary(record))
     if options.json:

@@ -57,8 +57,8 @@ def test_a_script_is_tuned_and_its_bundle_leaves_nothing_to_try(tmp_path: Path, 
     arms = json.loads(record.read_text())["arms"]
     assert [len(arm["ms"]) for arm in arms.values()] == [30, 30]
     assert len({tuple(arm["losses"]) for arm in arms.values()}) == 1  # a block's size changes no bit here
-    (session,) = arms["tuned"]["sessions"]
-    assert len(session["report"]["contexts"][0]["timings"]) == 2
-    (again,) = arms["restarted"]["sessions"]
-    assert [context["status"] for context in again["report"]["contexts"]] == ["cached"]
-    assert not again["report"]["outlook"]
+    (report,) = arms["tuned"]["reports"]
+    assert len(report["contexts"][0]["timings"]) == 2
+    (again,) = arms["restarted"]["reports"]
+    assert [context["status"] for context in again["contexts"]] == ["cached"]
+    assert not again["outlook"]
