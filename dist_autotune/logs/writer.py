@@ -38,7 +38,7 @@ FOR_USERS = (  # to follow: INFO, where all others are DEBUG
     *(records.RunFailed, records.SessionClosed, records.Note),
 )
 MOST_BYTES = 16 << 20  # of a file: a rank has four
-WIDEST_SUBJECT = 60  # to which shorter ones are padded
+SUBJECT_WIDTH = 32  # to which shorter ones are padded
 
 
 class SessionLog(contextlib.AbstractContextManager["SessionLog"]):
@@ -89,9 +89,7 @@ class SessionLog(contextlib.AbstractContextManager["SessionLog"]):
         size = os.fstat(file).st_size
         if size and size + len(data) > MOST_BYTES:
             file = self._begin_next(path)
-        elif (
-            size and not is_open and os.pread(file, 1, size - 1) != b"\n"
-        ):  # a full disk has cut the last line
+        elif size and not is_open and os.pread(file, 1, size - 1) != b"\n":  # a full disk has cut a line
             data = b"\n" + data
         if os.write(file, data) != len(data):
             raise OSError(errno.ENOSPC, "no space for a whole line", str(path))
@@ -118,39 +116,30 @@ class _Context:
 
     label: str
     candidates: int = 0  # 0: its admission was not seen
-    config_width: int = 0
     agreed_ms: dict[int, float] = field(default_factory=dict)  # config id -> latest
-
-    def config(self, config_id: int, text: str) -> str:
-        """Return `config  7/24  BLOCK_M=128, num_warps=4`, padded to the context's longest config."""
-        of, width = f"/{self.candidates}" if self.candidates else "", len(str(self.candidates))
-        return f"config {config_id:>{width}}{of}  {config_label(text):<{self.config_width}}"
 
     def best(self) -> str:
         """Return `(best 0.2980, #3)`, or nothing before the first agreed time."""
         if not self.agreed_ms:
             return ""
         config_id = min(self.agreed_ms, key=self.agreed_ms.__getitem__)
-        return f"  (best {format_ms(self.agreed_ms[config_id])}, #{config_id})"
+        return f"(best {format_ms(self.agreed_ms[config_id])}, #{config_id})"
 
 
 class LogLines:
     """Turns the records of one session into lines: `[  12.4s] rank 0   matmul[4096]  config  7/24  ...`.
 
-    A config is named by its id, its place in the agreed order, counted from 0.
+    A config is named by its id, its place in the agreed order, counted from 0; its text ends the line.
     """
 
     def __init__(self) -> None:
         self._contexts: dict[str, _Context] = {}
-        self._subject_width = 24
         self._unit = "ms"
 
     def line(self, record: Record) -> str:
         """Return the line for `record`, without its end; never more than one line."""
         subject, text = one_line(self._subject(record)), one_line(self._text(record))
-        self._subject_width = max(self._subject_width, min(len(subject), WIDEST_SUBJECT))
-        prefix = f"[{record.elapsed_s:6.1f}s] rank {record.rank:<3}"
-        return f"{prefix} {subject:<{self._subject_width}}  {text}"
+        return f"[{record.elapsed_s:6.1f}s] rank {record.rank:<3} {subject:<{SUBJECT_WIDTH}}  {text}"
 
     def _subject(self, record: Record) -> str:
         """Return the context, session or run of a record."""
@@ -165,11 +154,13 @@ class LogLines:
         """Return the text of a record after its subject."""
         match record:
             case records.ConfigRecord():
-                return self._of_config(self._context(record), record)
+                context = self._context(record)
+                of = f"{record.config_id}/{context.candidates}" if context.candidates else record.config_id
+                parts = [f"config {of:>6}", *self._of_config(context, record), config_label(record.config)]
+                return "  ".join(filter(None, parts))
             case records.ContextAdmitted():
                 context = self._context(record)
                 context.candidates = len(record.candidates)
-                context.config_width = max((len(config_label(c)) for c in record.candidates), default=0)
                 where = "" if record.local else ", launched on other ranks only"
                 candidates = f"{counted(context.candidates, 'candidate')}, incumbent #{record.incumbent}"
                 like = f", as with the key {record.like}" if record.like else ""
@@ -181,55 +172,47 @@ class LogLines:
             case records.Merged():
                 launched = map(self._label, record.payload.get("parts", ()))
                 return f"merged: {', '.join(launched) or 'nothing launched'}"
-            case records.RunTimed():
-                doubt = "" if record.counts else ", no sample"
-                return f"whole run {format_ms(record.ms)} {self._unit}{doubt}"
             case records.RunFailed():
                 return f"failed on rank {record.by_rank}: {record.error}"
-            case records.SessionOpened():
-                self._unit = "ms (wall clock)" if record.clock == WALL_CLOCK else "ms"
-                return _facts(record)
             case records.SessionClosed():
                 counts = f"{counted(record.runs, 'run')}, {counted(record.contexts, 'context')}"
-                warning = f". {record.warning}" if record.warning else ""
-                paid = "".join(f". {line}" for line in cost_and_gain(record.cost, record.gain))
-                return f"closed: {record.outcome}, {counts}{paid}{warning}"
+                paid = cost_and_gain(record.cost, record.gain)
+                return ". ".join(filter(None, [f"closed: {record.outcome}, {counts}", *paid, record.warning]))
             case records.Note():
                 return record.text
-            case _:
-                return _facts(record)
+            case records.SessionOpened():
+                self._unit = "ms (wall clock)" if record.clock == WALL_CLOCK else "ms"
+        return _facts(record)
 
-    def _of_config(self, context: _Context, record: records.ConfigRecord) -> str:
+    def _of_config(self, context: _Context, record: records.ConfigRecord) -> list[str]:
+        """Return what a record says of a config, in parts."""
         match record:
             case records.Trial():
-                of = f" {record.k}/{record.n}" if record.n else f" {record.k}"
-                times = self._time(record.kind + (of if record.kind != "incumbent" else ""), record.ms)
-                launches = f"  {record.launches} launches" if record.launches != 1 else ""
-                gap = f"  host time up to {format_ms(record.gap_ms)}" if record.gap_ms else ""
-                text = f"{times}{launches}{gap}{context.best()}"
+                kind = "incumbent" if record.kind == "incumbent" else f"{record.kind} {record.k}"
+                of = f"/{record.n}" if record.n and record.kind != "incumbent" else ""
+                launches = f"{record.launches} launches" if record.launches != 1 else ""
+                gap = f"host time up to {format_ms(record.gap_ms)}" if record.gap_ms else ""
+                return [self._time(kind + of, record.ms), launches, gap, context.best()]
             case records.Agreed():
                 if record.ms is not None and record.counted:
                     context.agreed_ms[record.config_id] = record.ms
-                fastest = f"  fastest rank {format_ms(record.fastest_rank_ms)}"
-                doubt = "" if record.counted else "  not counted: some rank ran another config"
-                text = f"{self._time('agreed', record.ms)}{fastest}{doubt}{context.best()}"
+                fastest = f"fastest rank {format_ms(record.fastest_rank_ms)}"
+                doubt = "" if record.counted else "not counted: some rank ran another config"
+                return [self._time("agreed", record.ms), fastest, doubt, context.best()]
             case records.Banned():
                 context.agreed_ms.pop(record.config_id, None)
-                text = f"  banned by rank {record.by_rank}: {record.reason}"
+                return [f"banned by rank {record.by_rank}: {record.reason}"]
             case records.ContextSettled():
                 status = status_label(record.status, launch_bound=record.launch_bound)
-                counts = f"{len(record.timings)} timed, {len(record.banned)} banned"
-                if record.same_bits is not None:
-                    counts += f", {bits_label(record.same_bits)} bits"
-                counts += f"; {record.untried}" if record.untried else ""
-                counts += f"; not the fastest: {record.not_fastest}" if record.not_fastest else ""
-                text = f"{self._time('winner', record.ms)}  {status}, {counts}"
-            case _:
-                text = ""
-        return context.config(record.config_id, record.config) + text
+                bits = "" if record.same_bits is None else f", {bits_label(record.same_bits)} bits"
+                counts = f"{status}, {len(record.timings)} timed, {len(record.banned)} banned{bits}"
+                slower = f"not the fastest: {record.not_fastest}" if record.not_fastest else ""
+                said = "; ".join(filter(None, (counts, record.untried, slower)))
+                return [self._time("winner", record.ms), said]
+        return []
 
     def _time(self, what: str, ms: float | None) -> str:
-        return f"  {what:<13} {format_ms(ms):>8}" + (f" {self._unit}" if ms is not None else "")
+        return f"{what:<13} {format_ms(ms):>8}" + (f" {self._unit}" if ms is not None else "")
 
     def _context(self, record: records.ContextRecord) -> _Context:
         label = context_label(record.kernel, record.key)
