@@ -27,6 +27,7 @@ BACKGROUND_SHARE = 0.5
 FORMS = 8  # of a context: the candidates are compiled for so many; further ones by their launches
 LOADING_SHARE = 0.25  # that loading may add to the time from run to run; one candidate in any case
 GRACE_S = 0.5  # for a child to end that has written its binary, on a busy machine
+LEAST_IN_BACKGROUND, MOST_IN_CHILD = 4, 12  # candidates that a child compiles: each fork stops the rank
 TOO_LATE = "not compiled: the candidates together took longer than the peers wait"
 BY_RANK = "compiled in this process, without a limit"
 COMPILED, FROM_PEERS, CACHED, FAILED = "compiled", "from_peers", "cached", "failed"
@@ -115,7 +116,7 @@ class _Task:
     candidate: str
     compilation: Compilation
     turn: int  # among the candidates of a context: 0 is this rank's share
-    child: Child | None = None  # which compiles it
+    child: Child | None = None  # which compiles it, or will
     found: float = math.inf  # when its binary was first seen, while the child ran
     is_compiled: bool = False
 
@@ -141,6 +142,7 @@ class Compiler:
         self._options, self._loading = options, loading
         self._waiting: dict[CompiledContext, _Waiting] = {}
         self._tasks: dict[_Task, None] = {}  # in order
+        self._children: dict[Child, list[_Task]] = {}  # that run; their work
         # Why this process compiles; empty: children do.
         self._no_child_because = "no limit is set" if options.limit_s <= 0 else why_not_shared()
         self._advanced: float | None = None  # when `advance` has last ended
@@ -250,37 +252,50 @@ class Compiler:
         return sorted((task for task in self._tasks if not task.is_compiled), key=lambda task: task.turn)
 
     def _compile(self) -> None:
-        """Note which children have ended, and begin as many as there may be."""
-        for task in self._to_compile():
-            if task.child is not None:
-                self._look_at(task, task.child)
-        free = self._options.workers - sum(task.child is not None for task in self._tasks)
-        for task in self._to_compile():
-            if free > 0 and task.child is None:
-                self._begin(task)
-                free -= task.child is not None
+        """Note what children have compiled, and begin as many as there may be."""
+        for child, tasks in list(self._children.items()):
+            self._look_at(child, tasks)
+        waiting = [task for task in self._to_compile() if task.child is None]
+        while waiting and (free := self._options.workers - len(self._children)) > 0:
+            turn = [task for task in waiting if task.turn == waiting[0].turn]
+            least = LEAST_IN_BACKGROUND if self._options.in_background else 1
+            count = min(max(math.ceil(len(turn) / free), least), MOST_IN_CHILD)
+            self._begin(turn[:count])
+            waiting = waiting[len(turn[:count]) :]
 
-    def _look_at(self, task: _Task, child: Child) -> None:
-        if (ending := child.poll()) is not None:
-            task.child = None
-            self._end(task, FAILED if ending.reason else COMPILED, ending.reason)
-        elif self._options.local_ranks > 1 and has_binary(task.compilation.key):
-            task.found = min(task.found, time.monotonic())
-            if time.monotonic() - task.found > GRACE_S:
-                self._end(task, FROM_PEERS)
+    def _look_at(self, child: Child, tasks: list[_Task]) -> None:
+        for place, ending in child.poll():
+            if tasks[place].child is child:
+                self._end(tasks[place], FAILED if ending.reason else COMPILED, ending.reason)
+        if child.is_over:
+            self._children.pop(child, None)
+        for task in tasks:
+            if task.child is child and child.is_over:
+                task.child = None  # its child has ended with another candidate
+            elif task.child is child and self._options.local_ranks > 1 and has_binary(task.compilation.key):
+                task.found = min(task.found, time.monotonic())
+                if time.monotonic() - task.found > GRACE_S:
+                    self._end(task, FROM_PEERS)
 
-    def _begin(self, task: _Task) -> None:
-        options = self._options
+    def _begin(self, tasks: list[_Task]) -> None:
+        """Begin a child that compiles these, without those that a peer has; no child: `_load` compiles."""
         if not self._no_child_because:
-            if has_binary(task.compilation.key):
+            there = [task for task in tasks if has_binary(task.compilation.key)]
+            tasks = [task for task in tasks if task not in there]
+            for task in there:
                 self._end(task, FROM_PEERS)
-                return
+            work = [task.compilation.compile for task in tasks]
             try:
-                task.child = Child(task.compilation.compile, options.limit_s, yields=options.in_background)
+                if tasks:
+                    child = Child(work, self._options.limit_s, yields=self._options.in_background)
+                    self._children[child] = tasks
+                    for task in tasks:
+                        task.child = child
                 return
             except (OSError, RuntimeError) as error:  # RuntimeError: the interpreter ends
                 self._no_child_because = f"no child ({getattr(error, 'strerror', error)})"
-        self._end(task, COMPILED, remark=f"{BY_RANK}: {self._no_child_because}")  # where it is loaded
+        for task in tasks:
+            self._end(task, COMPILED, remark=f"{BY_RANK}: {self._no_child_because}")
 
     def _end(self, task: _Task, ending: str, reason: str = "", remark: str = "") -> None:
         """Record how a compilation has ended."""
@@ -290,16 +305,18 @@ class Compiler:
         counts.add(ending)
         counts.remark = counts.remark or remark
         task.is_compiled = True
-        _stop(task)
+        self._leave(task)
         self._ban(task.context, {task.candidate: reason} if reason else {})
 
     def _drop(self, tasks: Iterable[_Task]) -> None:
         for task in list(tasks):
             del self._tasks[task]
-            _stop(task)
+            self._leave(task)
 
-
-def _stop(task: _Task) -> None:
-    if task.child is not None:
-        task.child.kill()
-        task.child = None
+    def _leave(self, task: _Task) -> None:
+        """Wait for the child of a task no longer; end it when nobody does."""
+        child, task.child = task.child, None
+        if child is None or any(each.child is child for each in self._children.get(child, ())):
+            return
+        self._children.pop(child, None)
+        child.kill()

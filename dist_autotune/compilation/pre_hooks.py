@@ -39,7 +39,7 @@ def rehearse(launch: Launch, configs: Mapping[str, Any], limit_s: float) -> dict
         rehearsal = lambda: {  # noqa: E731
             each: rehearse_one(launch, pickled, kept, config) for each, config in configs.items()
         }
-        ending = Child(rehearsal, min(limit_s, LIMIT_S), is_cut_off=True).wait()
+        ending = Child([rehearsal], min(limit_s, LIMIT_S), is_cut_off=True).wait()
     except Exception as error:  # of an argument that cannot be pickled, or of the fork
         return dict.fromkeys(configs, _text_of(error))
     outcomes: dict[str, bytes | str]

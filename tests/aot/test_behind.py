@@ -18,6 +18,7 @@ from candidates import ASSERTED, GOOD, TOO_LARGE, Compiler, arrive, banned, kern
 from process_states import status_of
 
 from dist_autotune import AgreementTimeout
+from dist_autotune.compilation import compiler as of_candidates
 from dist_autotune.compilation.child import PRIORITY, Child
 from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, assert_killed, run_ranks
@@ -117,8 +118,11 @@ def test_a_kernel_that_somebody_else_has_compiled_meanwhile_stays(device, compil
 # ---- how much is compiled at a time
 
 
-def test_no_more_compile_at_a_time_than_jobs_and_they_leave_the_cores_to_the_step(device, compiler):
+def test_no_more_compile_at_a_time_than_jobs_and_they_leave_the_cores_to_the_step(
+    device, compiler, monkeypatch
+):
     own = os.getpriority(os.PRIO_PROCESS, 0)
+    monkeypatch.setattr(of_candidates, "LEAST_IN_BACKGROUND", 1)
     compiler.behaves(dict.fromkeys((64, 128, 256), "wait"))
     step = stepping(kernel(GOOD, 64, 128, 256), compile_jobs=2)
     steps_until(lambda: len(compiler.compilations()) == 3, step)  # with that of the incumbent
@@ -181,7 +185,7 @@ def test_the_end_of_a_rank_ends_its_compilers(device, compiler, how):
 
 
 def test_a_forked_child_of_a_rank_leaves_the_rank_s_compilers_alone(compiler):
-    child = Child(signal.pause, 60.0)
+    child = Child([signal.pause], 60.0)
     pid = os.fork()
     if pid == 0:
         with contextlib.suppress(BaseException):
@@ -189,7 +193,7 @@ def test_a_forked_child_of_a_rank_leaves_the_rank_s_compilers_alone(compiler):
             os._exit(0)
         os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
-    assert child.poll() is None
+    assert (child.poll(), child.is_over) == ([], False)
     child.kill()
 
 

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from dist_autotune.compilation.child import Child, Ending, _close_files
 
 
 def ending(work: Callable[[], Any], limit_s: float = 60.0, **options: Any) -> Ending:
-    return Child(work, limit_s, **options).wait()
+    return Child([work], limit_s, **options).wait()
 
 
 def raise_(error: BaseException) -> None:
@@ -46,6 +47,52 @@ def test_each_end_is_told(work, reason):
     told = ending(work).reason
     assert told.startswith(reason)
     assert bool(told) == bool(reason)
+
+
+def endings(child: Child) -> list[tuple[int, Ending]]:
+    told = child.poll()
+    while not child.is_over:
+        time.sleep(1e-3)
+        told += child.poll()
+    return told
+
+
+def test_one_child_works_through_several_pieces_and_the_one_that_ends_it_is_the_last():
+    fails, crashes, why = ENDS["MLIR"][0], os.abort, "the compiler was ended by SIGABRT"
+    told = endings(Child([list, fails, list, crashes, list], 60.0))
+    assert [(place, ending.reason[: len(why)]) for place, ending in told] == [
+        (0, ""),
+        (1, "RuntimeError: PassManager::run fa"[: len(why)]),
+        (2, ""),
+        (3, why),
+    ]
+
+
+def test_the_limit_is_of_each_piece_of_work():
+    def computes(seconds: float) -> Callable[[], None]:
+        def work() -> None:
+            until = time.process_time() + seconds
+            while time.process_time() < until:
+                pass
+
+        return work
+
+    told = endings(Child([computes(0.7), computes(0.7), computes(60.0), list], 1.0, yields=True))
+    assert [(place, ending.reason) for place, ending in told] == [
+        (0, ""),
+        (1, ""),
+        (2, "did not compile within 1 s"),
+    ]
+
+
+def test_a_child_that_is_paused_is_not_late():
+    child = Child([signal.pause], 0.02, yields=True)
+    child.pause()
+    time.sleep(0.5)  # more than the limit and its tenfold
+    assert (child.poll(), child.is_over) == ([], False)
+    child.pause(goes_on=True)
+    ((_, ending),) = endings(child)
+    assert ending.reason == "did not compile within 0.02 s"
 
 
 def test_no_garbage_is_collected_in_a_child_even_when_it_is_due(monkeypatch):
@@ -143,7 +190,7 @@ def test_nothing_of_a_child_stays_open():
     before = descriptors()
     ending(lambda: None)
     ending(os.abort)
-    Child(signal.pause, 60.0).kill()
+    Child([signal.pause], 60.0).kill()
     assert descriptors() == before
 
 

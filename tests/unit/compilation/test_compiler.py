@@ -17,16 +17,19 @@ from dist_autotune.storage.scope import ContextIdentity
 
 
 class FakeChild:
-    """Compiles nothing; a test says how it ends."""
+    """Compiles nothing; a test says how its work ends."""
 
-    def __init__(self, ending: Ending | None, killed: list[str], key: str) -> None:
-        self.ending, self._killed, self._key = ending, killed, key
+    def __init__(self, killed: list[str], keys: list[str]) -> None:
+        self.keys, self.endings, self.is_over = keys, dict[str, Ending](), False
+        self._told, self._killed = 0, killed
 
-    def poll(self) -> Ending | None:
-        return self.ending
+    def poll(self) -> list[tuple[int, Ending]]:
+        told, self._told = self._told, len(self.endings)
+        self.is_over |= self._told == len(self.keys)
+        return [(place, self.endings[key]) for place, key in enumerate(self.keys[: self._told])][told:]
 
     def kill(self) -> None:
-        self._killed.append(self._key)
+        self._killed += [] if self.is_over else [key for key in self.keys if key not in self.endings]
 
 
 @dataclass(eq=False)
@@ -74,7 +77,7 @@ class World:
     def end(self, *keys: str, reason: str = "") -> None:
         """Let the children of these end."""
         for key in keys:
-            self.children[key].ending = Ending(reason)
+            self.children[key].endings[key] = Ending(reason)
 
     def advance(self) -> list[tuple[str, Any]]:
         """Return the contexts that are complete, with their counts."""
@@ -84,11 +87,12 @@ class World:
 
     def _make(self, work: Any, limit_s: float, *, yields: bool) -> FakeChild:
         self.is_in_child = True
-        key = work()
+        keys = [each() for each in work]
         self.is_in_child = False
         assert yields
-        self.children[key] = FakeChild(None, self.killed, key)
-        return self.children[key]
+        child = FakeChild(self.killed, keys)
+        self.children.update(dict.fromkeys(keys, child))
+        return child
 
     @contextlib.contextmanager
     def _loading(self, context: str, candidate: str) -> Iterator[None]:
@@ -124,21 +128,41 @@ def test_a_candidate_that_fails_in_one_form_is_not_waited_for_in_another(world):
     world.end("a1", reason="too large")
     world.advance()
     assert (context.compile.left, context.bans, world.loaded) == (1, {"a1": "too large"}, [])
-    assert [*world.children] == ["a1", "a2", "a2 too"]  # two at a time
     world.end("a2", reason="too large, too")
     ((_, counts),) = world.advance()
-    assert (counts.failed, world.loaded, world.killed) == (2, [], ["a2 too"])
+    assert (counts.failed, world.loaded, world.killed) == (2, [], ["a1 too", "a2 too"])  # by one child
     assert context.bans == {"a1": "too large", "a2": "too large, too"}
 
 
 def test_a_context_that_is_tuned_no_more_waits_no_longer(world):
-    starved, other = world.want("a", "a1", "a2"), world.want("b", "b1")
+    starved = world.want("a", "a1", "a2")
+    world.advance()
+    other = world.want("b", "b1")
     world.advance()
     world.compiler.keep_only(lambda context: context is other)
     world.advance()
     assert (starved.compile, other.compile.left, world.killed) == (CompileState(), 1, ["a1", "a2"])
     world.compiler.keep_only(lambda context: False)
     assert world.killed == ["a1", "a2", "b1"]
+
+
+def test_few_children_compile_many_candidates_and_what_stood_behind_a_crash_goes_to_another(world):
+    many = [f"a{number}" for number in range(20)]
+    context = world.want("a", *many)
+    world.advance()
+    children = {*world.children.values()}
+    assert sorted(len(child.keys) for child in children) == [10, 10]
+    crashed = world.children["a0"]
+    world.end("a0")
+    world.end("a1", reason="a crash")
+    crashed.is_over = True
+    world.advance()
+    assert (context.bans, world.children["a2"].keys) == ({"a1": "a crash"}, many[2:10])
+    world.end(*many[2:])
+    world.advance()
+    world.seconds += 10.0
+    world.advance()
+    assert (context.compile.left, world.killed) == (0, [])
 
 
 @pytest.mark.parametrize(
