@@ -40,16 +40,6 @@ def poisoned(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.full((rows, columns), math.nan, dtype=dtype, device=DEVICE)
 
 
-def a_shape(m: int, n: int, k: int, **changed: Any) -> GemmShape:
-    """Return a product of one row behind the other: A by rows, a weight, all SMs of an H200."""
-    alignment = math.gcd(2 * k, LINE_BYTES)
-    values: dict[str, Any] = {"m": m, "n": n, "k": k, "trans_a": False, "trans_b": True, "programs": 132}
-    values |= {"dtype": torch.bfloat16, "out_dtype": torch.bfloat16, "wanted": "auto"}
-    values |= {"device": torch.device("cuda"), "tensor_memory": False}
-    values |= dict.fromkeys(("a_alignment", "b_alignment"), alignment if alignment >= 16 else 0)
-    return GemmShape(**values | changed)
-
-
 def arguments(m: int = 4096, n: int = 4096, k: int = 4096, **changed: Any) -> dict[str, Any]:
     """Return what the Gluon body is called with: A by rows, a weight, all SMs; one row behind the other."""
     args = {"M": m, "N": n, "K": k, "programs": 132, "wanted": NAMES.index("auto")}

@@ -14,7 +14,6 @@ import pytest
 import torch
 from dense_runs import (
     GATHERING_ROWS,
-    begin,
     call_and_compare,
     call_as_captured,
     choose_at_random,
@@ -28,9 +27,6 @@ from operation_runs import (
     cases_of,
     delay_copies,
     device,
-    die,
-    end_of,
-    hold_launch,
     message_of,
     on_ranks,
     tuned_in_context,
@@ -39,28 +35,11 @@ from operations import ALWAYS, HALF, factors
 from rank_programs import wait_for
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
-from dist_autotune.kernels.exchange.flags import ARRIVED
-from dist_autotune.kernels.exchange.push import BLOCK_ROWS, piece_counts, piece_ends
-from dist_autotune.kernels.signals import as_patience
 
 PATIENCE_S = 60.0  # less than a test has
 
 
 # ---- in pieces
-
-
-@pytest.mark.parametrize("rows", [1, 15, 16, 17, 31, 32, 48, 63, 64, 65, 200, 1000])
-@pytest.mark.parametrize("pieces", [1, 2, 3, 4])
-def test_pieces_end_at_whole_blocks_and_cover_the_chunk_once(rows, pieces):
-    ends = piece_ends(rows, pieces)
-    assert ends[-1] == rows
-    assert list(ends) == sorted(set(ends))
-    assert len(ends) <= pieces
-    assert all(end % BLOCK_ROWS == 0 for end in ends[:-1])
-    if pieces in piece_counts(rows):
-        sizes = [end - begin for begin, end in zip((0, *ends[:-1]), ends, strict=True)]
-        assert len(sizes) == pieces
-        assert min(sizes) >= min(BLOCK_ROWS, rows)
 
 
 def in_pieces(rank, pieces_of_rank):
@@ -123,33 +102,6 @@ def test_ranks_may_copy_in_different_numbers_of_pieces_late_and_tiles_wait_for_t
     cases = {"late": lambda: late_pieces(rank, AllGatherGemm.__call__)}
     cases["late, as captured"] = lambda: late_pieces(rank, call_as_captured)
     return cases | cases_of((first_tiles_first,), rank)
-
-
-@on_ranks(2, the_last_is_killed=True)
-def test_a_peer_that_dies_in_the_middle_of_a_chunk_is_named(rank):
-    """Rank 1 dies when it has copied one of two pieces, on which rank 0 stops waiting."""
-    begin(rank)
-    op = AllGatherGemm(32, 16, HALF)
-    force(op, pieces=2)
-    call_and_compare(op, 32, 16)
-    if rank == 1:
-        copy, copies = op._memory.copy, []
-
-        def die_at_the_second(dst, src, stream):
-            copies.append(dst)
-            if len(copies) == 2:
-                stream.enqueue(die)
-            copy(dst, src, stream)
-
-        op._memory.copy = die_at_the_second
-    else:
-        arrived = op._pusher.flags[ARRIVED.value]
-        op._patience_ticks = as_patience(0.5)
-        hold_launch(op, lambda: int(arrived[1]) >= 16)
-    a_shard, weight = factors(32, 16, 16, HALF)
-    message = end_of(op, lambda: op(a_shard, weight))
-    assert message.startswith("PeerTimeout: AllGatherGemm, rank 0: rank 1")
-    assert "did not push chunk 1" in message
 
 
 # ---- everything at once

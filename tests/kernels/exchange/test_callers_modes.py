@@ -14,9 +14,7 @@ from torch import nn
 from tp_runs import WIDTH, block, in_workspaces, tensor_of
 
 from dist_autotune.kernels import tp
-from dist_autotune.kernels.ag_gemm import matmul
 from dist_autotune.kernels.ep import ExpertParallel
-from dist_autotune.kernels.epilogues import Epilogue
 
 MODES = (torch.inference_mode, torch.no_grad, torch.enable_grad)
 WAYS = {name: (runs, {}) for name, runs in (EVERY | OF_ONE_WAY).items()}
@@ -96,12 +94,3 @@ def test_tensor_parallel_layers_train_and_infer_in_any_mode_under_any_defaults(r
         assert all(map(torch.equal, found, results[0]))
     assert x.grad.isfinite().all()
     assert y.grad.isfinite().all()
-
-
-def test_scales_that_are_missing_are_float32_whatever_the_default_type():
-    out = torch.empty(32, 48, dtype=torch.bfloat16)
-    with odd_defaults():
-        rows, columns = matmul._of_rows_and_columns(
-            Epilogue(scale_a=torch.ones(32, device="cpu", dtype=torch.float32)), out
-        )
-    assert (rows.dtype, columns.dtype, columns.device) == (torch.float32, torch.float32, out.device)

@@ -10,13 +10,12 @@ from unittest import mock
 import pytest
 import torch
 from operations import HALF
-from pretended_cuda import ISOLATED, UNJOINED, CapturingDriver, install_for_operations
+from pretended_cuda import CapturingDriver, install_for_operations
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_moe import AllGatherMoE
 from dist_autotune.kernels.agreement.collective import Collective
 from dist_autotune.kernels.exchange.operation import Operation
-from dist_autotune.kernels.exchange.push import ChunkPusher, Pushes, SumPusher
 from dist_autotune.kernels.gemm_ar import GemmAllReduce
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
@@ -118,37 +117,6 @@ def faults(monkeypatch: pytest.MonkeyPatch, world: int, *, collective: bool = Fa
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_captured_call_joins_what_it_has_forked_and_nothing_else(monkeypatch, world, collective):
     assert faults(monkeypatch, world, collective=collective) == {}
-
-
-def run_and_join(pusher: SumPusher, *args: Any, **options: Any) -> None:
-    RUN(pusher, *args, **options)
-    pusher.pushes.stream.join()
-
-
-RUN = SumPusher.run
-PLANTED = {  # whose method, what it does instead, of how many ranks, which calls show it, and how
-    "a join without a fork": (SumPusher, "run", run_and_join, 1, ("scatter",), f"{ISOLATED}"),
-    "a fork without a join": (
-        *(ChunkPusher, "finish", lambda *_, **__: None, 2),
-        *(("gather", "gather, plain"), f"{UNJOINED}: "),
-    ),
-    "sums without a join": (
-        *(Pushes, "finish", Pushes.put_back, 2),
-        *(("sums of experts", "a shared sorting"), f"{UNJOINED}: "),
-    ),
-    "pushes without a fork": (
-        *(Pushes, "fork", lambda pushes, *, at_once: (pushes._permits, []), 2),
-        *(("gather", "scatter", "reduce, overlapped", "experts"), "beside the capture"),
-    ),
-}
-
-
-@pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
-def test_so_are_faults_that_are_planted_found(monkeypatch, planted):
-    owner, method, instead, world, names, text = planted
-    monkeypatch.setattr(owner, method, instead)
-    found = faults(monkeypatch, world)
-    assert all(text in found[name] for name in names), found
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import time
-import types
 
 import pytest
 import torch
@@ -43,7 +42,6 @@ from operations import (
 from dist_autotune import contextual_autotune
 from dist_autotune.codec import digest
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
-from dist_autotune.kernels.agreement import collective
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.launch.tunable import CHOICES
 from dist_autotune.triton_api.identity import key_text
@@ -228,20 +226,6 @@ def test_where_one_rank_tunes_or_knows_a_result_alone_nobody_makes_it(rank):
         errors += [step() for _ in range(3)]
         assert len(launched) == 33
     return errors
-
-
-def test_it_is_tried_up_to_a_number_of_rows(monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        collective, "tunable", lambda name, options, *, key, among: asked.append(key) or options[1]
-    )
-    with GemmReduceScatter(8, 8, HALF, backend="shm") as op:
-        made = op._collective
-        assert not made.vote(8, ())  # there is one rank
-        made._ballots = types.SimpleNamespace(check=lambda: None)
-        assert made.vote(collective.MOST_ROWS, ("k",))
-        assert not made.vote(collective.MOST_ROWS + 1, ("k",))
-    assert asked == [(collective.MOST_ROWS, 1, "k")]
 
 
 # ---- what goes wrong

@@ -363,41 +363,6 @@ def test_calls_end_and_read_what_they_should_in_any_order(kind):
     assert fails(kind, 150) == ""
 
 
-@pytest.mark.parametrize("kind", [Scattering, Gathering])
-def test_a_side_stream_that_does_not_wait_for_its_fork_is_found(kind, monkeypatch):
-    fork = Pushes.fork
-
-    def without_wait(self, **options):
-        first, last = fork(self, **options)
-        return first[-len(self.before) :], last
-
-    monkeypatch.setattr(Pushes, "fork", without_wait)
-    assert fails(kind, 50)
-
-
-def without_lowered(monkeypatch):
-    """Have no call wait until the side stream has ended the last one."""
-    prepare = Device.prepare_here
-
-    def prepare_here(self, steps):
-        return prepare(self, [step for step in steps if not isinstance(step, Lowered)])
-
-    monkeypatch.setattr(Device, "prepare_here", prepare_here)
-
-
-def test_sums_that_the_next_call_overwrites_before_they_have_left_are_found(monkeypatch):
-    """Their kernel does not wait for that, and the side stream says too early that it is through."""
-    fork = Pushes.fork
-
-    def lowered_at_once(self, **options):
-        (wait, *permits), last = fork(self, **options)
-        return [wait, *last, *permits], []
-
-    monkeypatch.setattr(Scattering, "leaves", False)
-    monkeypatch.setattr(Pushes, "fork", lowered_at_once)
-    assert fails(Scattering, 150) == "wrong"
-
-
 class GivingUp:
     """A kernel that gives up its own pushes after a while; it compares no data, which may come late."""
 
@@ -458,16 +423,3 @@ def test_without_a_wait_for_the_side_stream_they_do_not(kind, monkeypatch):
 
     monkeypatch.setattr(Device, "prepare_here", prepare_here)
     assert fails(kind, 60) == "deadlock"
-
-
-def test_pushes_that_are_enqueued_before_their_kernel_are_found(monkeypatch):
-    """They wait for its DONE at the head of a queue."""
-    run = SumPusher.run
-
-    def push_first(self, launch, *args, in_steps, **options):
-        run(self, launch if in_steps else lambda: None, *args, in_steps=in_steps, **options)
-        if not in_steps:
-            launch()
-
-    monkeypatch.setattr(SumPusher, "run", push_first)
-    assert fails(Scattering, 50) == "deadlock"

@@ -7,12 +7,10 @@ import warnings
 import pytest
 import torch
 from dense_runs import SCATTERING_SUMS
-from expert_runs import SCATTERING
 from operation_runs import left_as_before
 from operations import HALF, factors
 
 from dist_autotune import contextual_autotune
-from dist_autotune.kernels.configs import take_first
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs import plain as gemm_rs
 from dist_autotune.kernels.gemm_rs.plain import CANDIDATES, gemm_reduce_scatter
@@ -59,14 +57,6 @@ def test_one_candidate_is_no_choice(op):
     assert told_by(lambda: SCATTERING_SUMS.call_and_compare(op, [160], K)) == []
 
 
-def test_candidates_of_other_kernels_are_not_told_as_this_one_s(op):
-    """As of a launch whose kernel is none of a settled one's: experts on different ranks have such."""
-    gemm_reduce_scatter.configs = CANDIDATES[:1]
-    for _ in range(2):
-        take_first(lambda: None, (0.5,))
-    assert told_by(lambda: SCATTERING_SUMS.call_and_compare(op, [160], K)) == []
-
-
 def test_a_session_tunes_what_was_taken_before_and_says_nothing(op):
     errors = []
 
@@ -87,16 +77,3 @@ def test_a_capture_is_not_disturbed(op, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert told_by(lambda: op(a, weight)) == []
-
-
-def test_experts_are_told_once_for_all_numbers_of_choices():
-    with left_as_before(SCATTERING.kernel):
-        SCATTERING.begin(0)
-        torch.set_deterministic_debug_mode("default")
-        SCATTERING.kernel.configs = SCATTERING.candidates
-        SCATTERING.kernel.cache.clear()
-        with SCATTERING.open(40, 41, HALF, backend="shm") as op:
-            told = [told_by(lambda n=n: SCATTERING.fresh_call(op, [n], ids=None)) for n in (40, 40, 4)]
-        SCATTERING.kernel.cache.clear()
-    assert [len(texts) for texts in told] == [1, 0, 0]
-    assert told[0][0].startswith("MoEReduceScatter [size_class=128, N=41, K=16, experts=3, WORLD=1, ")

@@ -9,30 +9,20 @@ from typing import Any
 import pytest
 import torch
 import triton
-from gemm_runs import SHARED_BYTES, arguments
+from gemm_runs import arguments
 
-from dist_autotune.kernels.compat import HAS_INLINE_PTX
-from dist_autotune.kernels.gemm import pruning
 from dist_autotune.kernels.gemm.configs import (
     GLUON_CANDIDATES,
     blocks_of,
-    in_boxes,
-    operand_bytes,
     set_blocks,
 )
 from dist_autotune.kernels.gemm.pruning import (
     MOST_TRIALS,
     NEVER_BEST,
     estimated_clocks,
-    fits,
-    no_wider_than_need_be,
     prune,
-    saves_tiles,
 )
 from dist_autotune.kernels.matrices import Block, Matrix, describe
-
-NEEDS_39 = pytest.mark.skipif(not HAS_INLINE_PTX, reason="such candidates are there since Triton 3.9")
-
 
 pytestmark = pytest.mark.usefixtures("h200")
 
@@ -50,97 +40,7 @@ SWAPPED = config_of((128, 128, 64), 48, warps=4, JOINED=True, VARIANT="pingpong"
 JOINED = config_of((128, 128, 64), 48, JOINED=True)
 
 
-def new_of(configs: list[triton.Config]) -> list[triton.Config]:
-    return [config for config in configs if config.kwargs["JOINED"]]
-
-
-# ---- which calls may use them
-
-
-@pytest.mark.parametrize(
-    ("m", "n", "tried"),
-    [
-        pytest.param(1056, 2048, True, id="16 x 6 instead of 9 x 12"),
-        pytest.param(2048, 1056, False, id="16 x 6 as it is"),
-        pytest.param(4096, 4096, False, id="the same either way"),
-        pytest.param(128, 176, False, id="one tile instead of two"),
-    ],
-)
-def test_tiles_are_swapped_where_they_are_fewer(m, n, tried):
-    assert saves_tiles(SWAPPED.kwargs, arguments(M=m, N=n)) is tried
-    assert saves_tiles({**SWAPPED.kwargs, "SWAP_AB": False}, arguments(M=m, N=n))
-    other = config_of((128, 128, 64))
-    assert (SWAPPED in prune([SWAPPED, other], arguments(M=m, N=n))) is tried
-
-
-@pytest.mark.parametrize(
-    ("changed", "joined"),
-    [
-        pytest.param({}, True, id="A by rows, a weight"),
-        pytest.param({"TRANS_A": True}, False, id="A by columns"),
-        pytest.param({"TRANS_B": False}, False, id="B by rows"),
-        pytest.param({"programs": 1}, True, id="one program"),
-        pytest.param({"TENSOR_MEMORY": True}, False, id="Blackwell"),
-    ],
-)
-@NEEDS_39
-def test_the_candidates_of_a_call(changed, joined, monkeypatch):
-    monkeypatch.setattr(pruning, "MOST_TRIALS", len(GLUON_CANDIDATES))
-    tried = prune(GLUON_CANDIDATES, arguments(**changed))
-    assert any(config.kwargs["JOINED"] for config in tried) == joined
-    assert len(tried) > len(new_of(tried))
-
-
-@NEEDS_39
-def test_every_candidate_fits_hopper_and_is_what_the_kernel_can_run():
-    for config in new_of(GLUON_CANDIDATES):
-        kwargs = config.kwargs
-        assert fits(config, 2, SHARED_BYTES, tensor_memory=False)
-        assert kwargs["BLOCK_M"] % (64 * consumers(config)) == 0
-        assert kwargs["BLOCK_M"] >= 16 * config.num_warps
-        if kwargs["JOINED"]:
-            width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
-            assert width % 8 == 0
-            assert kwargs["STORE_N"] <= width <= 256
-            assert kwargs["BLOCK_K"] == 64
-            assert kwargs["STORE_BUFFERS"] > 0
-
-
-def consumers(config: triton.Config) -> int:
-    return config.num_warps // 4
-
-
 # ---- blocks
-
-
-def test_of_fewer_rows_than_a_block_only_those_are_loaded():
-    sizes = {"TRANS_A": False, "TRANS_B": True, "M": 16, "N": 4096}
-    assert blocks_of({**config_of((256, 128, 64)).kwargs, **sizes})["a_desc"] == Block(16, 64)
-
-
-@pytest.mark.parametrize("width", range(72, 257, 8))
-def test_boxes_fill_a_slot_of_the_ring(width):
-    block_n, extra_n = in_boxes(width)
-    kwargs = config_of((128, block_n, 64), extra_n, JOINED=True).kwargs
-    for columns in (4096, width - 8):  # however few there are: a slot is as wide as the instruction
-        blocks = blocks_of({**kwargs, "TRANS_A": False, "TRANS_B": True, "M": 4096, "N": columns})
-        box, further = blocks["b_desc"].rows, blocks["extra_desc"].rows
-        assert block_n % box == extra_n % further == 0
-        assert {box & (box - 1), further & (further - 1), box % 8, further % 8} == {0}  # the swizzle's period
-    one_slot = operand_bytes({**kwargs, "NUM_BUFFERS": 1}) - 128 * 64 * 2
-    assert one_slot == width * 64 * 2
-
-
-def test_swapped_tiles_have_rows_of_b_and_are_stored_by_columns():
-    sizes = {"TRANS_A": False, "TRANS_B": True, "M": 2040, "N": 4104}
-    blocks = blocks_of({**SWAPPED.kwargs, **sizes})
-    assert list(blocks) == ["a_desc", "b_desc", "extra_desc", "c_desc"]
-    assert blocks == {
-        "a_desc": Block(128, 64),
-        "b_desc": Block(128, 64),
-        "extra_desc": Block(16, 64),
-        "c_desc": Block(64, 128),
-    }
 
 
 def test_the_further_columns_of_swapped_tiles_are_rows_of_a_and_of_the_next_config_columns_of_b_again():
@@ -159,30 +59,6 @@ def test_the_further_columns_of_swapped_tiles_are_rows_of_a_and_of_the_next_conf
         assert [args[name].base for name in ("a_desc", "b_desc", "c_desc")] == [a, b, c]
         blocks = blocks_of({**args, **config.kwargs})
         assert [args[name].block_shape for name in names] == [list(blocks[name][:2]) for name in names]
-
-
-# ---- which widths are tried
-
-
-def columns(configs: list[triton.Config]) -> list[int]:
-    return [config.kwargs["BLOCK_N"] + config.kwargs["EXTRA_N"] for config in configs]
-
-
-@pytest.mark.parametrize(
-    ("n", "tried"),
-    [
-        pytest.param(80, [80], id="one tile"),
-        pytest.param(152, [80, 152], id="two, or one"),
-        pytest.param(300, [80, 104, 152], id="four, three, two"),
-        pytest.param(320, [80, 112, 160], id="four, three, two: 120 are three as well"),
-        pytest.param(5120, [80, 104, 112, 120, 152, 160, 208], id="each as many as no other"),
-    ],
-)
-def test_of_as_many_tiles_the_narrowest_are_tried(n, tried):
-    widths = (80, 104, 112, 120, 152, 160, 208)
-    offered = [config_of((128, width - width % 64, 64), width % 64, JOINED=True) for width in widths]
-    assert columns(no_wider_than_need_be(offered, arguments(N=n))) == tried
-    assert columns(no_wider_than_need_be(offered[::-1], arguments(N=n))) == tried[::-1]
 
 
 # ---- the estimate: what it leaves out of the trials has never won

@@ -13,11 +13,10 @@ from gemm_runs import SHARED_BYTES, check, layouts_and_types, matrix, poisoned, 
 from operation_runs import DEVICE
 
 from dist_autotune import contextual_autotune
-from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES, PLAIN_CANDIDATES, PLAIN_GPU_CANDIDATES
+from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES, PLAIN_CANDIDATES
 from dist_autotune.kernels.gemm.operation import plain_gemm
-from dist_autotune.kernels.gemm.pruning import fits, is_wanted
-from dist_autotune.kernels.matrices import as_matrix
-from dist_autotune.kernels.persistent_gemm import PARTS, VARIANTS, persistent_matmul
+from dist_autotune.kernels.gemm.pruning import fits
+from dist_autotune.kernels.persistent_gemm import VARIANTS, persistent_matmul
 
 # ---- the plain body, through the public function
 
@@ -141,31 +140,6 @@ def test_a_result_may_lie_beside_an_operand():
 # ---- what of the Gluon body can be tested without a GPU
 
 
-@pytest.mark.parametrize(
-    ("make", "transposed", "pitch"),
-    [
-        pytest.param(lambda: half(6, 8), False, 8, id="rows"),
-        pytest.param(lambda: half(8, 6).T, None, 0, id="columns no multiple of 16 bytes apart"),
-        pytest.param(lambda: half(8, 16).T, True, 16, id="columns"),
-        pytest.param(lambda: half(6, 24)[:, 8:20], False, 24, id="a part of rows"),
-        pytest.param(lambda: half(1, 5), False, 8, id="one row: its stride leads nowhere"),
-        pytest.param(lambda: half(1, 5).T, True, 8, id="one column"),
-        pytest.param(lambda: half(6, 5), None, 0, id="rows no multiple of 16 bytes apart"),
-        pytest.param(lambda: half(6, 24)[:, 1:9], None, 0, id="not at a multiple of 16 bytes"),
-        pytest.param(lambda: half(6, 16)[:, ::2], None, 0, id="nothing contiguous"),
-        pytest.param(lambda: half(1, 8).expand(6, 8), None, 0, id="expanded"),
-    ],
-)
-def test_what_tma_can_address(make, transposed, pitch):
-    tensor = make()
-    found = as_matrix(tensor)
-    if transposed is None:
-        assert found is None
-    else:
-        view = tensor.T if transposed else tensor
-        assert (found.transposed, found.rows, found.columns, found.pitch) == (transposed, *view.shape, pitch)
-
-
 def test_there_are_candidates_of_every_variant_for_every_output():
     for out_bytes, tensor_memory in itertools.product((2, 4), (False, True)):
         usable = [
@@ -174,18 +148,3 @@ def test_there_are_candidates_of_every_variant_for_every_output():
         variants = {config.kwargs["VARIANT"] for config in usable}
         assert variants >= {"pipelined", "persistent", "persistent_pipelined", "cooperative"}
         assert ("pingpong" in variants) is not tensor_memory
-
-
-def test_parts_of_a_variant_are_all_of_it():
-    def of(wanted):
-        return [str(config) for config in GLUON_CANDIDATES if is_wanted(config.kwargs, wanted)]
-
-    kinds = [name for name in VARIANTS if name != "auto"]
-    assert sorted(of("cooperative") + of("pingpong")) == sorted(of("warp_specialized"))
-    assert all(of(name) for name in (*VARIANTS, *PARTS))
-    assert sorted(itertools.chain(*map(of, kinds))) == sorted(of("auto"))
-
-
-def test_no_two_candidates_are_the_same():
-    for offered in (GLUON_CANDIDATES, PLAIN_GPU_CANDIDATES):
-        assert len({str(config) for config in offered}) == len(offered)

@@ -7,16 +7,15 @@ import math
 
 import pytest
 import torch
-from gemm_runs import a_shape, always_copied, multiply
+from gemm_runs import always_copied, multiply
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_autotune.kernels.epilogues import Epilogue
 from dist_autotune.kernels.gemm import copies
 from dist_autotune.kernels.gemm import launch as launching
-from dist_autotune.kernels.gemm.copies import Copies, what_to_copy
 from dist_autotune.kernels.gemm.pruning import GemmShape
-from dist_autotune.kernels.matrices import LINE_BYTES, Matrix, as_matrix
+from dist_autotune.kernels.matrices import LINE_BYTES, Matrix
 
 TYPES = [torch.float16, torch.bfloat16, torch.float32]
 # The strides of a matrix, made of fresh memory: (rows, columns, type) -> tensor.
@@ -72,40 +71,6 @@ def test_a_copy_back_writes_the_result_s_own_places_only(size, dtype):
         assert surroundings.isnan().all()
 
 
-# ---- the choice
-
-
-@settings(max_examples=25)
-@given(
-    m=st.integers(1, 6000),
-    n=st.integers(1, 6000),
-    k=st.integers(1, 6000),
-    a_alignment=st.sampled_from([0, 16, 128]),
-    b_alignment=st.sampled_from([0, 16, 128]),
-    out=st.booleans(),
-)
-def test_what_tma_cannot_address_is_copied_or_all_is_left_to_the_plain_body(
-    m, n, k, a_alignment, b_alignment, out
-):
-    chosen = what_to_copy(a_shape(m, n, k, a_alignment=a_alignment, b_alignment=b_alignment), out=out)
-    assert chosen in (None, Copies(a_alignment == 0, b_alignment == 0, out))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        pytest.param(
-            (4001, 2003, 999), Copies(a=True, b=True, out=True), id="large: tensor cores are worth it"
-        ),
-        pytest.param((1021, 1021, 1021), None, id="small: three copies would take all that they save"),
-        pytest.param((33, 45, 29), None, id="tiny"),
-        pytest.param((1, 5001, 5001), None, id="one row: memory takes the time"),
-    ],
-)
-def test_what_becomes_of_odd_sizes(sizes, expected):
-    assert what_to_copy(a_shape(*sizes, a_alignment=0, b_alignment=0), out=True) == expected
-
-
 # ---- the way to the launch, which here is done as TMA would
 
 
@@ -155,31 +120,3 @@ def test_products_of_copies_are_right_for_all_strides(sizes, layouts, out_layout
         assert multiply(a, b, target)
     assert torch.equal(target.double(), a.double() @ b.double())
     assert len(shapes) == 1
-
-
-def test_on_blackwell_nothing_is_copied(poisoned_rooms, monkeypatch):
-    monkeypatch.setattr(launching.LaunchPlan, "launch", lambda *given: None)
-    for sizes, is_launched in {(2048, 1032, 2056): True, (4001, 2003, 999): False}.items():
-        m, n, k = sizes
-        a, weight, out = (torch.empty(size, dtype=torch.bfloat16) for size in ((m, k), (n, k), (m, n)))
-        assert multiply(a, weight.T, out, tensor_memory=True) is is_launched
-    assert poisoned_rooms == []
-
-
-@pytest.mark.parametrize(
-    ("make", "alignment"),
-    [
-        (lambda base: base[:4096].view(4, 1024), 128),
-        (lambda base: base[:4096].view(4, 1024)[:, 8:], 16),
-        (lambda base: base[:4096].view(4, 1024)[:, 16:], 32),
-        (lambda base: base[32:4128].view(4, 1024), 64),
-        (lambda base: base[:4160].view(4, 1040), 32),
-        (lambda base: base[:1032].view(1, 1032), 128),
-        (lambda base: base[:4128].view(4, 1032).T, 16),
-    ],
-    ids=["whole lines", "a slice", "a slice of 32", "address", "pitch", "one row", "columns"],
-)
-def test_of_how_many_bytes_rows_begin_at_multiples(make, alignment):
-    room = torch.zeros(5000, dtype=torch.float16)
-    tensor = make(room[-room.data_ptr() % 128 // 2 :])
-    assert as_matrix(tensor).alignment() == alignment

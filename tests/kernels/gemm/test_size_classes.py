@@ -7,13 +7,11 @@ import torch
 from dense_runs import error_ratio
 from gemm_runs import matrix
 
-from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
+from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
-from dist_autotune.kernels.gemm import launch as launching
-from dist_autotune.kernels.gemm.configs import PLAIN_CANDIDATES, class_of_chunk, class_of_rows
+from dist_autotune.kernels.gemm.configs import PLAIN_CANDIDATES, class_of_rows
 from dist_autotune.kernels.gemm.operation import plain_gemm
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
-from dist_autotune.kernels.gemm_rs import specialized as rs_specialized
 from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
 from dist_autotune.kernels.persistent_gemm import persistent_matmul
 
@@ -50,19 +48,6 @@ def test_rows_of_one_class_are_benchmarked_once_and_every_product_is_right(monke
     assert {key[0] for key in plain_gemm.cache} == {32, 48}
 
 
-@pytest.mark.parametrize("candidates", [specialized.CANDIDATES, rs_specialized.CANDIDATES])
-def test_no_tile_is_higher_than_one_chunk_of_a_class_and_not_than_another(candidates):
-    heights = {config.kwargs["BLOCK_M"] for config in candidates}
-    for rows in range(1, 5000):
-        largest = class_of_chunk(rows, candidates)
-        assert rows <= largest <= class_of_rows(rows)
-        assert largest == class_of_chunk(largest, candidates)
-        assert {height <= rows for height in heights} == {height <= largest for height in heights} or not any(
-            rows < height <= largest for height in heights
-        )
-    assert [class_of_chunk(rows, candidates) for rows in (127, 128, 129)] == [127, 128, 160]
-
-
 @pytest.mark.filterwarnings("ignore:.*has not been tuned")
 @pytest.mark.parametrize("kind", [AllGatherGemm, GemmReduceScatter])
 def test_overlapped_operations_are_tuned_for_classes_of_rows(kind, monkeypatch):
@@ -74,20 +59,6 @@ def test_overlapped_operations_are_tuned_for_classes_of_rows(kind, monkeypatch):
             a = matrix(rows, 40, torch.float16)
             assert error_ratio(op(a, weight), a, weight) < 1
     assert {key[0] for key in kernel.cache} == {160, 192}
-
-
-@pytest.mark.parametrize("exchanged", [False, True])
-def test_the_rows_of_the_callers_product_are_what_is_put_into_classes(exchanged):
-    b = torch.zeros(128, 2056, dtype=torch.float16)
-    keys = set()
-    for rows in (1000, 1008, 1024):
-        a = torch.zeros(rows, 128, dtype=torch.float16)
-        out = torch.zeros(2056, rows, dtype=torch.float16).mT if exchanged else a.new_empty(rows, 2056)
-        found = launching.plan_launch(a, b, out, "auto", 132, tensor_memory=True)
-        sizes = found.shape.sizes()
-        assert (sizes["N" if exchanged else "M"], found.exchanged) == (rows, exchanged)
-        keys.add((sizes["m_class"], sizes["n_class"]))
-    assert keys == {(2056, 1024) if exchanged else (1024, 2056)}
 
 
 @pytest.mark.gpu

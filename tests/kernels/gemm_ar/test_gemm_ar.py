@@ -16,7 +16,7 @@ from dense_runs import (
     of_all,
     reduce_error_ratio,
 )
-from operation_runs import device, message_of, on_ranks
+from operation_runs import device, on_ranks
 from operations import HALF, factors
 
 from dist_autotune import contextual_autotune
@@ -49,49 +49,6 @@ def without_a_product(rank, way):
 @on_ranks(2)
 def test_what_ranks_have_is_added_without_a_product(rank):
     return {way: lambda way=way: without_a_product(rank, way) for way in WAYS}
-
-
-@on_ranks(2)
-def test_a_call_of_its_own_buffer_may_be_tuned(rank):
-    """Its rows are in the buffer, where a collective adds them up."""
-    given, one = torch.randn(5, 40, device=device()).to(HALF), torch.eye(40, dtype=HALF, device=device())
-    residual, norm_weight = of_all(5, 40, HALF, 3)
-    with GemmAllReduce(9, 40, HALF, way=COLLECTIVE) as op:
-        part = op.part[:5].copy_(given)
-        layer = tuned(lambda: op.all_reduce_rms_norm(part, residual, norm_weight, EPS))
-        pair = layer()
-        assert layer.report.runs > 1
-        return [norm_error_ratio(pair, given, one, residual, norm_weight)]
-
-
-@on_ranks(2)
-def test_a_sum_may_take_the_place_of_what_is_added(rank):
-    """Tune a call by a collective whose result takes the place of what each rank adds."""
-    given, one = torch.randn(5, 40, device=device()).to(HALF), torch.eye(40, dtype=HALF, device=device())
-    part = given.clone()
-    with GemmAllReduce(9, 40, HALF, way=COLLECTIVE) as op:
-        layer = tuned(lambda: op.all_reduce(part, part), preserve=(part,))
-        return [reduce_error_ratio(layer(), given, one)]
-
-
-@on_ranks(2)
-def test_patience_lasts_about_as_long_in_low_latency_calls_as_in_one_shot(rank):
-    """Have rank 0 call alone, in the interpreter, whose patience is a number of polls; compare CPU time."""
-    lasted_s = []
-    for way in (LOW_LATENCY, ONE_SHOT):
-        runs = REDUCING[way]
-        runs.begin(rank, 0)
-        op = runs.open(8, 16)
-        runs.fresh_call(op, [1, 1])
-        meet()
-        if rank == 0:
-            runs.forsake(op, 0.1)
-            began = time.process_time()
-            assert message_of(lambda op=op, runs=runs: runs.fresh_call(op, [1, 1])).startswith("PeerTimeout")
-            lasted_s.append(time.process_time() - began)
-        meet()
-        op.abandon()
-    assert rank == 1 or lasted_s[0] < 2.5 * lasted_s[1], lasted_s
 
 
 @pytest.mark.parametrize("is_sent", [False, True], ids=["sent by the exchange", "by the product"])
@@ -135,14 +92,6 @@ def test_products_of_few_rows_are_sent_by_their_kernel_whatever_its_candidates_a
         is_sent = ["send" in layout.launches for layout in op._layouts.values()]
     assert is_sent == [True] * 4 + [rank == 0] * 2  # a sum and a norm each
     return errors
-
-
-@on_ranks(2)
-def test_an_operation_whose_products_are_never_sent_holds_nothing_for_that(rank):
-    REDUCING[None].begin(rank)
-    with GemmAllReduce(20, 40, torch.float32, way=LOW_LATENCY) as op:
-        assert op._rows.sending is None
-        return [REDUCING[None].call_and_compare(op, [3], 80)]
 
 
 WANTED = {  # by each rank in a call, and the way that is taken

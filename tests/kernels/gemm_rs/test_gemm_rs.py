@@ -17,7 +17,7 @@ from operations import HALF, factors, tuned_with_other_row_counts
 
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs.operation import LAUNCHES
-from dist_autotune.kernels.gemm_rs.plain import CANDIDATES, PlainBody, gemm_reduce_scatter
+from dist_autotune.kernels.gemm_rs.plain import CANDIDATES, PlainBody
 
 
 def by_columns_with_addend(rank, index, n, k, collective):
@@ -56,19 +56,6 @@ def test_rows_that_the_ranks_cannot_share_are_refused_on_every_rank(rank):
         told = "ValueError: a has 7 rows, which 3 ranks cannot share evenly; pad it to 9"
         assert message_of(lambda: op(*factors(7, 8, 16, HALF))) == told
         return [SCATTERING_SUMS.call_and_compare(op, [3], 16)]
-
-
-@pytest.mark.filterwarnings("ignore:GemmReduceScatter .* has not been tuned")  # it has not
-@on_ranks(2)
-def test_outside_a_tuned_function_a_call_is_one_launch_of_the_first_candidate(rank):
-    SCATTERING_SUMS.begin(rank)
-    gemm_reduce_scatter.configs, runs = CANDIDATES, []
-    gemm_reduce_scatter.fn.add_pre_run_hook(lambda *args, **kwargs: runs.append(1))
-    with GemmReduceScatter(128, 48, HALF) as op:
-        SCATTERING_SUMS.poison(op)
-        errors = [SCATTERING_SUMS.call_and_compare(op, [rows], 32) for rows in (64, 48, 64)]
-    assert len(runs) == 3
-    return errors
 
 
 @on_ranks(3)

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from expert_runs import GATHERING, SCATTERING, same_call_twice
-from operation_runs import die, end_of, message_of, on_ranks
+from operation_runs import end_of, message_of, on_ranks
 from operations import HALF, rows_of_call
 from triton.runtime import interpreter
 
@@ -24,7 +24,6 @@ from dist_autotune.kernels.ag_moe import AllGatherMoE
 from dist_autotune.kernels.exchange.operation import Operation
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
 from dist_autotune.kernels.signals import as_patience
-from ranks import meet
 
 
 def share_errors(op: Operation) -> None:
@@ -103,22 +102,6 @@ def test_different_numbers_of_choices_raise_on_every_rank(rank):
     message = end_of(op, lambda: GATHERING.fresh_call(op, [4, 4], told=False, topk=2 + rank))
     told = f"rank {1 - rank} has {3 - rank} choices a token, not as many"
     assert message.startswith(f"ValueError: AllGatherMoE, rank {rank}: {told}")
-
-
-@on_ranks(3, the_last_is_killed=True)
-def test_a_dead_peer_is_named_where_hosts_wait_for_its_number_of_tokens(rank):
-    GATHERING.begin(rank)
-    op = AllGatherMoE(8, 16, HALF)
-    GATHERING.fresh_call(op, [4, 4, 4])
-    op.check()
-    meet()
-    if rank == 2:
-        die()
-    op._tokens._hosts._timeout_s = HOST_PATIENCE_S
-    told = f"PeerTimeout: AllGatherMoE, rank {rank}: rank 2 did not come to eager call 1 within 3 s"
-    assert message_of(lambda: GATHERING.fresh_call(op, [4, 4, 4], told=False)).startswith(told)
-    broken = f"RuntimeError: AllGatherMoE, rank {rank}: call 2 was not carried out: PeerTimeout"
-    assert message_of(op.close).startswith(broken)
 
 
 @on_ranks(2)

@@ -18,7 +18,7 @@ from dist_autotune.kernels.exchange.flags import FLAGS, GIVEN, ROWS_SENT
 from dist_autotune.kernels.exchange.peers import wait_for_flag
 from dist_autotune.kernels.moe import plan as planning
 from dist_autotune.kernels.moe import routing
-from dist_autotune.kernels.moe.announcer import GIVEN_OTHERS, TOPK_SPAN
+from dist_autotune.kernels.moe.announcer import TOPK_SPAN
 from dist_autotune.kernels.moe.launch import HEIGHTS
 from dist_autotune.kernels.moe.plan import LOWEST, Plan
 from dist_autotune.kernels.moe.routing import EXCHANGED, digest_of
@@ -232,48 +232,3 @@ def test_a_shared_sorting_keeps_the_order_of_choices_and_has_tables_for_both_ope
     kept = [routed.expert_of[row] < experts for row in order]
     wanted = plan.sources[: routed.pairs].float() * torch.tensor(kept)
     assert torch.equal(plan.weights[: routed.pairs], wanted)
-
-
-@pytest.mark.parametrize("is_shared", [False, True], ids=["one operation's", "shared"])
-def test_as_many_experts_as_a_program_counts_at_once_and_more_are_sorted(is_shared):
-    torch.manual_seed(0)
-    ids = [torch.randint(-1, 300, (CAPACITY, 3)) for _ in range(2)]
-    check(route(ids, 300, first=0, is_shared=is_shared), ids, 300, first=0, by_first=False)
-
-
-def test_an_invalid_choice_is_recorded_with_its_rank_and_dropped():
-    ids = [torch.tensor([[0, 1]]), torch.tensor([[5, -7], [1, 2**40]]), torch.tensor([[-2, 0]])]
-    routed = route(ids, 3)
-    seen = [failure and failure.seen for failure in routed.failures]
-    assert seen == [None, 2**31 - 1, -2]
-    check(routed, ids, 3, first=0, by_first=False)
-
-
-@pytest.mark.parametrize("told", [(3, 4), (3, 9)], ids=["fewer", "more"])
-def test_with_tokens_that_are_not_so_nothing_is_written_beyond_the_rows_there_are(told):
-    ids = [torch.zeros(3, 2, dtype=torch.int64), torch.ones(6, 2, dtype=torch.int64)]
-    routed = route(ids, 2, told=told)
-    assert [failure.seen for failure in routed.failures] == [3, 6]
-    counted = min(routed.pairs, 18)
-    assert sorted(routed.plan.rows[:counted].tolist()) == list(range(counted))
-    assert (routed.plan.rows[counted:] == -(10**9)).all()
-
-
-def test_a_peer_whose_host_was_given_other_tokens_is_recorded():
-    ids = [torch.zeros(3, 2, dtype=torch.int64), torch.ones(6, 2, dtype=torch.int64)]
-    assert route(ids, 2).failures == [None, None]
-    none, recorded = route(ids, 2, peers_told=(6, 3)).failures
-    assert none is None
-    assert recorded.kind == GIVEN_OTHERS.value
-
-
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_hosts_that_have_told_each_other_their_tokens_are_not_compared_and_one_that_was_given_others_is(
-    is_shared,
-):
-    ids = [torch.zeros(3, 2, dtype=torch.int64), torch.ones(6, 2, dtype=torch.int64)]
-    assert route(ids, 2, is_shared=is_shared, exchanged=(True, True)).failures == [None, None]
-    for exchanged in ((True, False), (False, True)):
-        none, recorded = route(ids, 2, is_shared=is_shared, exchanged=exchanged).failures
-        assert none is None
-        assert recorded.kind == GIVEN_OTHERS.value

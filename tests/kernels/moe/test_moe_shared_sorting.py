@@ -9,9 +9,7 @@ from expert_runs import GIVEN_OTHERS, random_choices, randoms, routed_layers, so
 from expert_runs import SCATTERING as scattering
 from operation_runs import device, die, end_of, message_of, on_ranks
 from operations import ALWAYS, HALF
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from dist_autotune.kernels.moe.plan import Routing, words_of_shared
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
 from dist_autotune.kernels.signals import as_patience
 from ranks import meet
@@ -46,27 +44,6 @@ def test_sorted_rows_are_loaded_by_tma_where_it_can_address_them(rank, world, sh
     errors, legal = sorted_rows(rank, shape, by_tma)
     assert legal == [shape[1] % 8 == 0, False] * len(by_tma)
     return errors
-
-
-class Operators(TorchDispatchMode):
-    """Notes which operators are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.add(function.overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))
-
-
-def test_a_routing_of_other_sizes_reads_nothing_from_the_host():
-    """A copy from it would wait for a GPU, and end a capture."""
-    words = torch.empty(words_of_shared(2, 4, 16), dtype=torch.int32, device="meta")
-    routing = Routing.of_words(words, tokens=(5, 3), topk=2, experts=4)
-    with Operators() as called:
-        assert routing.sources(8).shape == (16,)
-    assert called.names.isdisjoint({"lift_fresh", "_to_copy", "copy_"})
 
 
 def routed(op, own, tokens):

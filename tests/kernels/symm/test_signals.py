@@ -12,11 +12,8 @@ import triton.language as tl
 
 from dist_autotune.kernels.signals import (
     GIVEN_UP,
-    TICK_S,
     Failure,
-    as_patience,
     read_failure,
-    record_failure,
     wait_until,
 )
 
@@ -29,11 +26,6 @@ def wait_and_tell(signal_ptr, data_ptr, out_ptr, error_ptr, epoch, patience_tick
     reached = wait_until(signal_ptr, epoch, error_ptr, KIND, patience_ticks)
     tl.store(out_ptr, tl.load(data_ptr))
     tl.store(out_ptr + 1, reached.to(tl.int32))
-
-
-@triton.jit
-def record(error_ptr, kind, epoch, seen):
-    record_failure(error_ptr, kind, epoch, seen)
 
 
 class Words:
@@ -75,17 +67,6 @@ def test_the_end_of_patience_is_recorded_with_kind_epoch_and_what_was_seen():
     assert words.failure == Failure(kind=3, epoch=5, seen=4)
 
 
-def test_in_the_interpreter_a_wait_leaves_most_of_the_core_to_others_and_lasts_its_seconds():
-    words = Words(signal=4)
-    words.wait(5, patience_ticks=1)
-    words.signal.fill_(4)
-    began, cpu_began = time.monotonic(), time.process_time()
-    assert not words.wait(5, patience_ticks=as_patience(1.0))
-    lasted_s, cpu_s = time.monotonic() - began, time.process_time() - cpu_began
-    assert lasted_s > 0.7  # the sleeps alone
-    assert cpu_s < 0.8 * lasted_s  # it was all of it
-
-
 def test_nobody_waits_again_for_a_signal_that_was_given_up():
     words = Words(signal=4)
     words.wait(5, patience_ticks=2)
@@ -106,24 +87,3 @@ def test_nobody_waits_again_for_a_signal_that_was_given_up():
 )
 def test_epochs_compare_across_the_end_of_int32(signal, epoch, reached):
     assert Words(signal).wait(epoch, patience_ticks=1) is reached
-
-
-@pytest.mark.parametrize("kind", [1, 7])
-@pytest.mark.parametrize("epoch", [1, 2**28 - 1, 2**28 + 3, FIRST_EPOCH])
-@pytest.mark.parametrize("seen", [0, 4, LAST_EPOCH, FIRST_EPOCH])
-def test_a_record_is_read_as_it_was_written(kind, epoch, seen):
-    error = torch.zeros(1, dtype=torch.int64)
-    record[(1,)](error, kind, epoch, seen)
-    assert read_failure(int(error)) == Failure(kind=kind, epoch=epoch % 2**28, seen=seen)
-
-
-def test_the_first_failure_stands():
-    error = torch.zeros(1, dtype=torch.int64)
-    for kind in (2, 1):
-        record[(1,)](error, kind, 5, 4)
-    assert read_failure(int(error)) == Failure(kind=2, epoch=5, seen=4)
-
-
-def test_patience_is_never_shorter_than_the_seconds_and_covers_a_day():
-    for seconds in (0.0012, 1.0, 300.0, 86_400.0):
-        assert seconds <= as_patience(seconds) * TICK_S <= seconds + TICK_S

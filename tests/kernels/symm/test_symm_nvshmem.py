@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import logging
-import sys
 import threading
-import types
 
 import pytest
 import torch
@@ -109,48 +105,3 @@ def test_a_call_that_does_not_return_is_named_and_nothing_more_is_asked(
     assert {id(tensor) for tensor in kept} <= {id(tensor) for tensor in cuda._abandoned}
     assert library.why_closed_to(SharingRanks()) == f"NVSHMEM of this process has not returned from {told}"
     core.peers_come.set()
-
-
-# ---- the interpreter's lock
-
-
-def pretend_bindings(monkeypatch, functions):
-    """Pretend nvshmem4py's modules, whose functions behind are `functions`; return them by name."""
-    kept = {}
-
-    def address(symbol):
-        return ctypes.cast(functions[symbol], ctypes.c_void_p).value
-
-    for name, inside in {
-        "nvshmem": {},
-        "nvshmem.core": {},
-        "nvshmem.core.nvshmem_types": {"free": "keeps the lock"},
-        "nvshmem.bindings": {"hostlib_finalize": "keeps the lock"},
-        "nvshmem.bindings._internal": {},
-        "nvshmem.bindings._internal.nvshmem": {"_inspect_function_pointer": address},
-    }.items():
-        kept[name] = types.ModuleType(name)
-        vars(kept[name]).update(inside)
-        monkeypatch.setitem(sys.modules, name, kept[name])
-    return kept
-
-
-def test_the_functions_behind_are_called_without_the_lock_and_put_back(monkeypatch):
-    called = []
-    free = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda pointer: called.append(pointer))
-    finalize = ctypes.CFUNCTYPE(None)(lambda: called.append("finalize"))
-    functions = {"__nvshmem_free": free, "__nvshmemx_hostlib_finalize": finalize}
-    modules = pretend_bindings(monkeypatch, functions)
-    with nvshmem._waiting_without_the_interpreters_lock():
-        assert modules["nvshmem.core.nvshmem_types"].free(2**40 + 512) is None
-        assert modules["nvshmem.bindings"].hostlib_finalize() is None
-    assert called == [2**40 + 512, "finalize"]
-    assert modules["nvshmem.core.nvshmem_types"].free == "keeps the lock"
-    assert modules["nvshmem.bindings"].hostlib_finalize == "keeps the lock"
-
-
-def test_an_nvshmem4py_without_such_functions_is_used_as_it_is_and_that_is_logged(monkeypatch, caplog):
-    modules = pretend_bindings(monkeypatch, {})
-    with caplog.at_level(logging.WARNING), nvshmem._waiting_without_the_interpreters_lock():
-        assert modules["nvshmem.core.nvshmem_types"].free == "keeps the lock"
-    assert "waits with the interpreter's lock, without a bound (KeyError('__nvshmem_free'))" in caplog.text

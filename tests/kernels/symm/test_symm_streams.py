@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 from operation_runs import on_ranks
-from pretended_cuda import HIGHEST, NON_BLOCKING, MemoryOfGpus, PretendedDriver, PretendedMemory, install
+from pretended_cuda import HIGHEST, NON_BLOCKING, PretendedDriver, PretendedMemory, install
 
 from dist_autotune.kernels.exchange import operation
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
@@ -71,12 +71,6 @@ def test_side_streams_of_abandoned_memory_are_left_to_what_runs_on_them(driver):
     assert cuda._abandoned_streams == [stream]
 
 
-def test_a_stream_that_the_driver_refuses_is_told(driver, monkeypatch):
-    monkeypatch.setattr(driver, "cuStreamCreateWithPriority", lambda *_: (2, None), raising=False)
-    with pytest.raises(cuda.SymmetricMemoryError, match="the CUDA driver reports 2"):
-        PretendedMemory().side_stream()
-
-
 def test_prepared_steps_reach_the_driver_in_order_in_as_few_calls_as_it_takes(driver):
     memory = PretendedMemory()
     words, data = (memory.allocate((size,), torch.int32).local for size in (cuda.BATCH + 3, 8))
@@ -97,17 +91,6 @@ def test_prepared_steps_reach_the_driver_in_order_in_as_few_calls_as_it_takes(dr
         with pytest.raises(cuda.SymmetricMemoryError, match="the CUDA driver reports 700"):
             run()
         assert len(driver.told) == driver.refuses_at + 1
-
-
-def test_a_copy_on_the_caller_s_stream_that_the_driver_refuses_is_told(driver):
-    memory = MemoryOfGpus(2)
-    to, source = (memory.allocate((size,), torch.int32).local for size in (8, 4))
-    copy = memory.prepare_copy_here(to)
-    copy(source)
-    assert driver.told == [[("copy", to.data_ptr(), 16)]]
-    driver.refuses_at = 1
-    with pytest.raises(cuda.SymmetricMemoryError, match="the CUDA driver reports 700"):
-        copy(source)
 
 
 # ---- on GPUs

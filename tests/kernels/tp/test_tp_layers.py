@@ -171,22 +171,6 @@ def test_state_dicts_are_those_of_the_plain_model(rank):
         assert torch.equal(empty(tokens), model(tokens))
 
 
-@pytest.mark.parametrize("world", [1, 3])
-@in_workspaces()
-def test_a_swiglu_is_made_from_three_linear_layers(rank, world):
-    mesh = dist.init_device_mesh("cpu", (world,))
-    plain = alike_on_all_ranks(lambda: FeedForward(WIDTH, 3 * WIDTH))
-    layer = tp.SwiGLU(plain.w1, plain.w3, plain.w2, mesh, names=("w1", "w3", "w2"))
-    result = layer(tensor_of(rank, 6, WIDTH))
-    wanted = plain(torch.cat([tensor_of(each, 6, WIDTH) for each in range(world)]))
-    assert_close(result, part_of(wanted, mesh, 0))
-    result.square().sum().backward()
-    wanted.square().sum().backward()
-    for name, parameter in plain.named_parameters():
-        assert_close(whole(layer.get_parameter(name).grad), parameter.grad)
-    assert sorted(layer.state_dict()) == sorted(plain.state_dict())
-
-
 class Tied(nn.Module):
     """An embedding and a head of one weight, and one module at two places."""
 
