@@ -187,11 +187,6 @@ def launching(
         yield made
 
 
-def allocator_of_the_caller() -> Any:
-    """Return what makes scratch memory for launches of the caller's own."""
-    return _allocation._allocator.get()
-
-
 def count_asking(monkeypatch: pytest.MonkeyPatch, tuner: Any) -> list[int]:
     """Return a list that grows whenever the tuner is asked for a launch."""
     asked: list[int] = []

@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +17,6 @@ from process_states import status_of
 from dist_autotune import AgreementTimeout
 from dist_autotune.compilation import compiler as of_candidates
 from dist_autotune.compilation.child import PRIORITY, Child
-from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, assert_killed, run_ranks
 
 STEP_S = 10e-3  # shorter ones take the time that compilers need
@@ -89,30 +85,6 @@ def test_a_compiler_that_is_killed_costs_its_candidate(device, compiler):
             os.kill(pid, signal.SIGKILL)
     steps_until(lambda: step.settled, step)
     assert banned(step)[64] == "rank 0: the compiler was ended by SIGKILL"
-
-
-def test_a_hook_is_rehearsed_and_what_it_makes_of_the_launch_is_compiled_elsewhere(device, compiler):
-    hooked = []
-    tuner = kernel(GOOD, 64)
-    tuner.configs[1].pre_hook = lambda arguments: hooked.append(arguments["BLOCK"])
-    step = stepping(tuner)
-    steps_until(lambda: step.settled, step)
-    assert len(compiler.pids() - {os.getpid()}) == 1
-    assert hooked == [64] * blocks(device).count(64)
-
-
-def test_a_kernel_that_somebody_else_has_compiled_meanwhile_stays(device, compiler):
-    compiler.behaves({64: "wait"})
-    tuner, x, y = kernel(GOOD, 64), torch.zeros(1, dtype=torch.float16), torch.zeros(1)
-    step = stepping(tuner)
-    begin(step, compiler)
-    compiler.behaves({})
-    theirs = Launch(tuner, (x, y), {"grid": (1,), "warmup": False}).run(tuner.configs[1])
-    compiler.let_go()
-    steps_until(lambda: step.settled, step)
-    assert banned(step) == {}
-    launched = Launch(tuner, (x, y), {"grid": (1,), "warmup": False}).run(tuner.configs[1])
-    assert launched is theirs
 
 
 # ---- how much is compiled at a time
@@ -195,30 +167,6 @@ def test_a_forked_child_of_a_rank_leaves_the_rank_s_compilers_alone(compiler):
     assert os.waitpid(pid, 0)[1] == 0
     assert (child.poll(), child.is_over) == ([], False)
     child.kill()
-
-
-def test_what_a_rank_closes_is_closed_though_others_compile(device, compiler):
-    compiler.behaves({64: "wait"})
-    step = stepping(kernel(GOOD, 64))
-    helper = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-    begin(step, compiler)
-    assert helper.stdin is not None
-    helper.stdin.close()
-    assert helper.wait(timeout=30.0) == 0
-    compiler.let_go()
-    steps_until(lambda: step.settled, step)
-
-
-def test_each_thread_of_a_program_may_make_a_step(device, compiler):
-    step = stepping(kernel(GOOD, ASSERTED))  # children outlive the thread that made the step
-
-    def one_step() -> None:
-        thread = threading.Thread(target=step)
-        thread.start()
-        thread.join()
-
-    steps_until(lambda: step.settled, one_step)
-    assert banned(step).keys() == {ASSERTED}
 
 
 # ---- several ranks

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 from triton.runtime.errors import OutOfResources
 
-from dist_autotune.compilation.child import Child, Ending, _close_files
+from dist_autotune.compilation.child import Child, Ending
 
 
 def ending(work: Callable[[], Any], limit_s: float = 60.0, **options: Any) -> Ending:
@@ -126,18 +125,6 @@ def test_no_garbage_is_collected_in_a_child_even_when_it_is_due(monkeypatch):
         gc.set_threshold(*thresholds)
 
 
-def test_a_fork_that_a_hook_refuses_for_a_moment_is_tried_again(monkeypatch):
-    fork, refusals = os.fork, [RuntimeError("os.fork is unsafe while another thread forks")] * 2
-
-    def refused_twice() -> int:
-        if refusals:
-            raise refusals.pop()
-        return fork()
-
-    monkeypatch.setattr(os, "fork", refused_twice)
-    assert ending(list) == Ending()
-
-
 def test_the_telling_line_of_what_the_compiler_said_is_the_reason(capfd):
     def work() -> None:
         os.write(2, b"a remark\nLLVM ERROR: Cannot select: intrinsic %llvm.x\nStack dump:\n")
@@ -147,40 +134,12 @@ def test_the_telling_line_of_what_the_compiler_said_is_the_reason(capfd):
     assert "a remark" in capfd.readouterr().err
 
 
-def test_text_that_waits_in_a_buffer_is_written_once(capfd):
-    sys.stdout.write("ours ")
-    ending(lambda: print("the child's"))
-    sys.stdout.flush()
-    assert capfd.readouterr().out.split() == ["ours", "the", "child's"]
-
-
 def test_signals_for_the_job_do_not_end_a_compilation():
     def work() -> None:
         for job_signal in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             os.kill(os.getpid(), job_signal)
 
     assert ending(work) == Ending()
-
-
-def test_a_child_reaped_by_somebody_else_has_still_told_its_end():
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps
-    try:
-        assert ending(lambda: None) == Ending()
-        assert ending(os.abort).reason == "the compiler's process vanished"
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-
-
-def test_the_numbers_of_files_that_it_has_closed_are_taken_by_no_other():
-    """A library may close its own by number in each forked process: libuv does, of torch's store."""
-
-    def work() -> None:
-        opened = {int(number) for number in os.listdir("/proc/self/fd")}
-        _close_files(report=2)
-        os._exit(len(opened & {*os.pipe(), os.memfd_create("")}))
-
-    with open(os.devnull), open(os.devnull):
-        assert ending(work).reason == "the compiler ended its process with exit code 0"
 
 
 def test_nothing_of_a_child_stays_open():

@@ -14,7 +14,6 @@ from compiled import (
     check_fits,
     compile_for,
     order_of,
-    resources,
 )
 
 from dist_autotune.kernels import configs
@@ -76,14 +75,6 @@ def test_candidates_fit_the_device(kernel, candidates, target, world):
         compiled = compile_candidate(config, target, world, kernel=kernel)
         used = check_fits(compiled, target, config, spilled=MOST_SPILLED[kernel])
         assert used["registers"] * 32 * config.num_warps <= 65536 or target is CDNA3, config
-
-
-@BY_KERNEL
-def test_long_rows_have_their_norm_almost_without_spills(kernel, candidates):
-    (norm,) = usable(candidates, 2 * COLUMNS, norm=True)
-    used = resources(compile_candidate(norm, columns=2 * COLUMNS, kernel=kernel), HOPPER)
-    assert used["spilled"] <= MOST_SPILLED[kernel]
-    assert used["registers"] * 32 * norm.num_warps <= 65536
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["sum", "norm"])
@@ -159,19 +150,6 @@ def test_a_product_of_few_rows_keeps_tiles_of_all_its_stages_in_flight(size_clas
         assert set(re.findall(r"cp\.async\.cg\S* \[[^]]*\], \[[^]]*\], (\S+),", ptx)) == {"0x10"}
         assert f"cp.async.wait_group \t{2 * (config.num_stages - 2)};" in ptx  # of two operands
         assert re.search(r"st\.global\.v2\.b64", ptx)
-
-
-@pytest.mark.parametrize("height", [16, 64])
-def test_a_product_of_few_rows_fits_blackwell(height):
-    config = next(each for each in sending.CANDIDATES if each.kwargs["BLOCK_M"] == height)
-    compiled = compile_product(config, target=BLACKWELL)
-    check_fits(compiled, BLACKWELL, config)
-    assert "tcgen05.mma" in compiled.asm["ptx"]
-
-
-def test_the_end_of_an_inner_dimension_is_loaded_by_sixteen_bytes_too():
-    ptx = compile_product(sending.CANDIDATES[0], step=16).asm["ptx"]
-    assert set(re.findall(r"cp\.async\.c[ag]\S* \[[^]]*\], \[[^]]*\], (\S+),", ptx)) == {"0x10"}
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["sum", "norm"])

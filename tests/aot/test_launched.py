@@ -5,18 +5,16 @@ The compiler and the tuner are real, the device is pretended: what reaches the l
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import triton
-from launch_path import LaunchingDevice, launched, launching
+from launch_path import LaunchingDevice, launching
 from settled_cases import BY_POINTERS, BY_TMA, BY_TMA_OTHERS, SUMS, Caller
 
-from benchmarks.common.launched import Launched, Observer, autotuners
-from dist_autotune import contextual_autotune, kernels
+from benchmarks.common.launched import Launched, Observer
+from dist_autotune import contextual_autotune
 from dist_autotune.compilation import preflight as compiling
 from dist_autotune.kernels.gemm_rs import plain as gemm_rs
 from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
@@ -52,15 +50,6 @@ def plan(observer: Observer, caller: Caller, place: int) -> Callable[[], None]:
     return function
 
 
-def value(made: Any, name: str) -> object:
-    return made.arguments[gemm_reduce_scatter.arg_names.index(name)]
-
-
-def config_of(made: Any) -> triton.Config:
-    (found,) = [c for c in CONFIGS if all(value(made, name) == set_to for name, set_to in c.kwargs.items())]
-    return found
-
-
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that grows whenever a launch is not made the short way."""
@@ -68,15 +57,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ask = TunedLaunch._ask
     monkeypatch.setattr(TunedLaunch, "_ask", lambda *given: asked.append(1) or ask(*given))
     return asked
-
-
-def test_plans_of_one_kernel_in_turns_launch_their_own_configs(device, asked) -> None:
-    observer, caller = Observer([gemm_reduce_scatter]), SUMS.make(SUMS.plain)
-    plans = {place: plan(observer, caller, place) for place in (1, 2)}
-    asked.clear()
-    for place in (1, 2, 1, 1, 2, 2, 1):
-        assert config_of(launched(device, plans[place])) is CONFIGS[place]
-    assert len(asked) == len(plans)
 
 
 def test_what_a_call_launches_is_seen_also_where_the_launch_was_prepared_before(device, asked) -> None:
@@ -91,16 +71,3 @@ def test_what_a_call_launches_is_seen_also_where_the_launch_was_prepared_before(
         assert len(asked) == before  # the short way, which passes no autotuner
     assert "run" not in vars(gemm_reduce_scatter.fn)  # nothing stays
     assert not triton.knobs.runtime.launch_enter_hook.calls
-
-
-def test_the_kernels_of_all_operations_are_found_each_by_a_name_of_its_own() -> None:
-    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
-        importlib.import_module(module.name)
-    names = [tuner.base_fn.__name__ for tuner in autotuners()]
-    assert {
-        "all_gather_gemm",
-        "specialized_all_gather_gemm",
-        "gemm_reduce_scatter",
-        "multiply_and_send",
-    } <= set(names)
-    assert len(names) == len(set(names))

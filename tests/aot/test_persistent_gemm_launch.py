@@ -14,11 +14,10 @@ from gemm_runs import multiply
 from launch_path import launching as launching_on
 
 from dist_autotune.kernels import tensors
-from dist_autotune.kernels.epilogues import Epilogue, EpilogueKind
+from dist_autotune.kernels.epilogues import Epilogue
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm import operation
 from dist_autotune.kernels.gemm.configs import blocks_of
-from dist_autotune.kernels.launches.settled import TunedKernel
 from dist_autotune.kernels.matrices import LINE_BYTES
 from dist_autotune.kernels.persistent_gemm import persistent_matmul
 
@@ -57,27 +56,6 @@ def test_a_result_by_columns_is_the_transposed_product_whose_rows_have_what_is_o
     assert first == second
 
 
-def test_a_config_of_swapped_tiles_has_a_s_rows_for_its_further_columns(device, monkeypatch):
-    of_a_again = TunedKernel(launching.tuned_gemm, blocks_of, sources_of=lambda kwargs: (0, 1, 0, 3))
-    monkeypatch.setattr(launching, "_KERNEL", of_a_again)
-    a, b, out = operands(256, 192, 64)
-    multiply(a, b, out, times=2)  # the first has what the config's `pre_hook` sets
-    *_, settled = (each.arguments for each in device.launches)
-    assert [descriptor[0] for descriptor in settled[:4]] == [each.data_ptr() for each in (a, b, a, out)]
-
-
-def test_operands_in_fp8_have_as_many_bytes_in_a_block_as_halves(device):
-    a, weight, out = zeros(256, 256), zeros(192, 256), zeros(256, 192)
-    multiply(a, weight.T, out)
-    multiply(a.view(torch.float8_e4m3fn), weight.view(torch.float8_e4m3fn).T, out)
-    of_halves, of_bytes = (each.arguments for each in device.launches)
-    for in_halves, in_bytes in zip(of_halves[:3], of_bytes[:3], strict=True):
-        address, rows, columns, pitch, one, block_rows, block_columns, _layout = in_halves
-        wanted = (address, rows, 2 * columns, 2 * pitch, one, block_rows, 2 * block_columns)
-        assert in_bytes[:-1] == wanted
-    assert of_bytes[3] == of_halves[3]
-
-
 def test_calls_that_differ_in_their_epilogue_alone_launch_other_kernels(device):
     a, b, out = operands(256, 192, 64)
     bias = zeros(1, 192)[0]
@@ -85,19 +63,6 @@ def test_calls_that_differ_in_their_epilogue_alone_launch_other_kernels(device):
     for epilogue in endings:
         multiply(a, b, out, epilogue=epilogue)
     assert len({launched.received[4:6] for launched in device.launches}) == len(endings)
-
-
-def test_a_gated_result_by_columns_is_computed_by_rows_and_copied(device):
-    """Only swapped tiles can have gate and up among their rows."""
-    a, b, out = operands(2048, 2048, 2048)
-    gated = EpilogueKind(activation="swiglu")
-    choices = {"variant": "auto", "programs": 132, "epilogue": gated}
-    plan = launching.plan_launch(a, b, out[:, :1024].T.contiguous().T, **choices, tensor_memory=False)
-    assert plan is not None
-    assert (plan.exchanged, plan.copies.out, plan.out) == (False, True, None)
-    by_rows = launching.plan_launch(a, b, zeros(2048, 1024), **choices, tensor_memory=False)
-    assert by_rows is not None
-    assert (by_rows.copies.out, by_rows.shape.n, by_rows.out.columns) == (False, 2048, 1024)
 
 
 # ---- what is known of tensors in their places
@@ -129,29 +94,6 @@ def test_the_route_is_found_once_for_tensors_in_their_places(device, on_gpu):
     assert len(on_gpu) == 1
     first, *later = (each.arguments for each in device.launches)
     assert later == [first] * 3
-
-
-def test_without_out_there_is_a_new_one_each_time_which_lies_as_the_one_before(device, on_gpu):
-    a, b, _ = operands(256, 192, 64)
-    kept = [persistent_matmul(a, b) for _ in range(2)]
-    assert [launched.arguments[3][0] for launched in device.launches] == [out.data_ptr() for out in kept]
-    assert kept[0].data_ptr() != kept[1].data_ptr()
-    assert len(on_gpu) == len({out.data_ptr() % LINE_BYTES for out in kept})
-
-
-@pytest.mark.parametrize(
-    "further",
-    [
-        pytest.param({"variant": "pipelined"}, id="variant"),
-        pytest.param({"programs": 7}, id="programs"),
-    ],
-)
-def test_another_way_to_compute_it_is_another_route(on_gpu, further):
-    a, b, out = operands(256, 192, 640)
-    for _ in range(2):
-        persistent_matmul(a, b, out)
-        persistent_matmul(a, b, out, **further)
-    assert len(on_gpu) == 2
 
 
 def test_tensors_that_lie_otherwise_in_the_same_place_are_others(device, on_gpu):

@@ -19,8 +19,6 @@ import triton.language as tl
 from candidates import Preflight, arrive, banned, tuned
 from candidates import preflight as preflight_launch
 from gemm_runs import multiply
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -30,7 +28,6 @@ from dist_autotune.compilation import pre_hooks
 from dist_autotune.compilation import preflight as compiling
 from dist_autotune.kernels.compat import GluonASTSource
 from dist_autotune.kernels.gemm import launch as launching
-from dist_autotune.kernels.matrices import Block, set_block
 from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, run_ranks
 
@@ -117,17 +114,6 @@ def test_each_binary_is_compiled_once_in_a_child_and_what_fails_costs_only_its_c
     assert sorted(compiler.compilations()) == sorted([FIRST, ABORTS, TOO_LARGE, GOOD])
     assert compiler.compiled_here() == [FIRST]  # of the first run, which is not preflighted
     assert {constants["BLOCK"] for constants in fresh.launched} == {FIRST, GOOD}
-
-
-def test_a_hook_may_set_a_layout():
-    layout = gl.NVMMASharedLayout.get_default_for([16, 64], gl.float16)
-    x = torch.zeros(64, 64, dtype=torch.float16)
-    descriptor = GluonDescriptor.from_tensor(x, [16, 64], layout)
-    config = triton.Config({"BLOCK": 32}, pre_hook=lambda nargs: set_block(nargs["x_desc"], Block(8, 16)))
-    found = pre_hooks.rehearse(Launch(kernel(GOOD), (descriptor,), {}), {"one": config}, 60.0)
-    (changed,) = found["one"].args
-    assert (changed.block_shape, changed.layout.swizzle_byte_width) == ([8, 16], 32)
-    assert (descriptor.block_shape, descriptor.layout) == ([16, 64], layout)
 
 
 def test_the_candidates_of_the_gluon_gemm_are_compiled_in_children_and_found_by_their_launches(

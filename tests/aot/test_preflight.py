@@ -6,21 +6,16 @@ leaves its output alone; what a device would refuse, too much shared memory, Tri
 
 from __future__ import annotations
 
-import json
 import weakref
-from pathlib import Path
 
-import msgspec
 import pytest
 import torch
-import triton
 from candidates import (
     ABORTS,
     ASSERTED,
     ENDLESS,
     GOOD,
     TOO_LARGE,
-    Compiler,
     banned,
     kernel,
     settle,
@@ -32,9 +27,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dist_autotune import NoValidConfig
 from dist_autotune.compilation.preflight import plan
-from dist_autotune.errors import WrongDevice
-from dist_autotune.logs.records import Preflighted
-from dist_autotune.logs.writer import LogLines
 from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, run_ranks
 
@@ -112,18 +104,6 @@ def test_a_tensor_that_the_gpu_cannot_reach_is_named(device, monkeypatch, place,
     assert device.launched == []
 
 
-def test_a_tensor_of_a_settled_launch_that_the_gpu_cannot_reach_is_named(device, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
-
-    function = tuned_kernel(kernel(GOOD, 64))
-    function(), function()
-    monkeypatch.setattr(device.driver, "get_active_torch_device", lambda: torch.device("cuda", 0))
-    monkeypatch.setattr(square, "run", refuse)
-    with pytest.raises(WrongDevice, match=r"^square\[.*\]: x_ptr is on the device 'cpu'"):
-        function()
-
-
 def test_when_none_is_left_every_reason_is_told(device):
     with pytest.raises(NoValidConfig) as caught:
         tuned_kernel(kernel(ASSERTED, TOO_LARGE))()
@@ -169,33 +149,3 @@ def test_two_ranks_lose_a_compiler_each_to_a_candidate_at_most_and_both_ban_it(d
     assert "SIGABRT" in zero[ABORTS]
     assert launched == launched_by_one == [GOOD, 64]
     assert compiler.compilations().count(ABORTS) <= 2
-
-
-# ---- what is written down
-
-
-def test_the_log_says_where_the_binaries_came_from(device, tmp_path):
-    tuned_kernel(kernel(64))()
-    device.forget()
-    tuned_kernel(kernel(GOOD, ASSERTED, 64, TOO_LARGE), log_dir=str(tmp_path / "logs"))()
-    records = [json.loads(line) for line in Path("logs/rank-0.jsonl").read_text().splitlines()]
-    (written,) = [record for record in records if record["event"] == "preflighted"]
-    record = msgspec.convert(written, Preflighted)
-    assert (record.compiled, record.from_peers, record.cached, record.failed) == (1, 0, 1, 1)
-    assert record.seconds > 0
-    assert "preflighted: compiled 1, from_peers 0, cached 1, failed 1" in LogLines().line(record)
-    assert "square[" in LogLines().line(record)
-
-
-def test_a_compiler_whose_binaries_nobody_else_finds_works_in_this_process(device, monkeypatch, tmp_path):
-    monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
-    function = tuned_kernel(kernel(GOOD, ASSERTED, 64), log_dir=str(tmp_path / "logs"))
-    function()
-    assert banned(function).keys() == {ASSERTED}
-    assert "without a limit: TRITON_ALWAYS_COMPILE is set" in Path("logs/rank-0.log").read_text()
-
-
-def test_a_limit_of_zero_means_no_child(device, compiler, monkeypatch):
-    monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_TIMEOUT_S", "0")
-    tuned_kernel(kernel(GOOD, 64))()
-    assert compiler.pids() == {Compiler.own_pid()}

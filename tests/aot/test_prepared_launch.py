@@ -160,14 +160,6 @@ def test_a_prepared_launch_hands_over_what_triton_s_own_way_does(device, consume
     assert first == again
 
 
-def test_what_is_only_loaded_is_not_launched_though_it_is_prepared(device):
-    caller = Caller(CONSUMERS["plain, with neither"])
-    calls(device, caller, 2)
-    launched = len(device.fillers)
-    caller.fill_nan(caller.tensors[2], only_load=True)
-    assert len(device.fillers) == launched > 0
-
-
 # ---- whole calls
 
 PRODUCTS = {  # m, n and k, options of the call
@@ -233,21 +225,6 @@ def test_a_settled_call_hands_over_what_triton_s_own_way_does_and_does_less(devi
         assert functions < (0.8 * functions_of_own if name in PRODUCTS else 80)
 
 
-@triton.jit
-def scaled(x_ptr, y_ptr, n, factor, BLOCK: triton.language.constexpr):
-    offs = triton.language.arange(0, BLOCK)
-    x = triton.language.load(x_ptr + offs, mask=offs < n)
-    triton.language.store(y_ptr + offs, x * factor, mask=offs < n)
-
-
-def test_numbers_with_a_fraction_are_handed_over_as_they_are(device):
-    x, y = torch.zeros(64), torch.zeros(64)
-    compiled = scaled[(1,)](x, y, 50, 0.25, BLOCK=64)
-    preparing.PreparedLaunch(compiled, (1, 1, 1), (), (), (64,))((), x, y, 50, 0.25)
-    by_triton, prepared = device.handed
-    assert prepared == by_triton
-
-
 @pytest.mark.parametrize("is_shared", [False, True], ids=["of one call", "shared"])
 def test_prepared_launches_of_a_sorting_hand_over_what_triton_s_own_do(device, is_shared, monkeypatch):
     place = {"by_first": False, "device": torch.device("cpu")}
@@ -270,28 +247,6 @@ def test_prepared_launches_of_a_sorting_hand_over_what_triton_s_own_do(device, i
         untuned._of.clear()
     assert prepared == [sort(*case) for case in cases]
     assert all(len(handed) == 2 for handed in prepared)
-
-
-@NEEDS_BARE
-def test_descriptors_are_encoded_once_for_each_address(device):
-    first, second = Caller(SpecializedConsumer), Caller(SpecializedConsumer)
-    for caller in (first, second):
-        calls(device, caller, 1)
-        device.encoded.clear()
-        calls(device, caller, 5)
-        assert len(device.encoded) == 4
-    gather, weight, out = (tensor.data_ptr() for tensor in second.tensors)
-    assert device.encoded == [gather, weight, weight, out]
-
-
-@NEEDS_BARE
-def test_descriptors_of_ever_new_addresses_are_bounded(device, monkeypatch):
-    monkeypatch.setattr(preparing, "DESCRIPTORS_KEPT", 3)
-    caller = Caller(SpecializedConsumer)
-    for caller.tensors[1] in torch.zeros((8, N, K), dtype=torch.bfloat16):
-        calls(device, caller, 2)
-    (launch,) = caller.consumer._launches.values()
-    assert [len(known) <= 3 for known in launch._last.launch._encoded] == [True] * 4
 
 
 @consumers
@@ -329,19 +284,6 @@ def test_hooks_are_handed_over_while_there_are_any(device, consumer, name):
         chain.remove(hook)
     calls(device, caller, 1)
     assert device.hooked == [True, False, True, True, False]  # the first launch is the tuner's
-
-
-@NEEDS_BARE
-@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
-def test_a_hook_with_calls_of_its_own_is_no_empty_chain(device, monkeypatch, name):
-    caller = Caller(SpecializedConsumer)
-    calls(device, caller, 2)
-    device.hooked.clear()
-    hook = functools.partial(lambda told: None)
-    hook.calls = 0
-    monkeypatch.setattr(knobs.runtime, name, hook)
-    calls(device, caller, 2)
-    assert device.hooked == [True, True]
 
 
 @NEEDS_BARE

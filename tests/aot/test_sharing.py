@@ -12,7 +12,6 @@ import torch
 from candidates import ENDLESS, GOOD, Compiler, Preflight, arrive, kernel
 from candidates import preflight as preflight_launch
 
-from dist_autotune import settings
 from dist_autotune.compilation.compiler import CompileOptions
 from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, run_ranks
@@ -53,15 +52,6 @@ def test_two_ranks_split_the_candidates_and_each_has_all(device, compiler, tmp_p
         assert 1 <= compiled < len(BLOCKS) if shares_cache else compiled == len(BLOCKS)
         (reason,) = found.reasons.values()  # of 128, which is compiled and does not load
         assert reason.startswith("OutOfResources")
-
-
-@pytest.mark.parametrize(
-    ("rank", "ranks", "turns"),
-    [(0, 1, [0] * 4), (0, 2, [0, 1, 0, 1]), (1, 2, [1, 0, 1, 0]), (1, 3, [2, 0, 1, 2])],
-)
-def test_a_rank_begins_with_its_share(rank, ranks, turns):
-    options = CompileOptions(local_rank=rank, local_ranks=ranks)
-    assert [options.turn(index) for index in range(4)] == turns
 
 
 @pytest.mark.parametrize(
@@ -131,21 +121,3 @@ def test_ctrl_c_leaves_no_process(device, compiler):
         return preflight(64, limit_s=60.0).counts.compiled
 
     assert assert_all_ok(run_ranks(program, 1, init="none")) == [1]
-
-
-def test_what_is_left_when_the_peers_would_wait_no_longer_is_not_compiled(device, compiler):
-    compiler.behaves(dict.fromkeys((16, 64), "spin"))
-    found = preflight(16, 64, deadline_s=0.0)
-    assert found.counts.failed == 2
-    assert all("longer than the peers wait" in reason for reason in found.reasons.values())
-    assert compiler.processes_left() == []
-
-
-def test_options_follow_torchrun(monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_TIMEOUT_S", "7")
-    options = CompileOptions(*settings.place_on_host(11, 16))
-    assert (options.local_rank, options.local_ranks, options.limit_s) == (3, 4, 7.0)
-    monkeypatch.delenv("LOCAL_RANK")
-    assert settings.place_on_host(11, 16) == (11, 16)

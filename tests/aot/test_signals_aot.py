@@ -6,8 +6,7 @@ import re
 
 import pytest
 import triton
-import triton.language as tl
-from compiled import BLACKWELL, CDNA3, HOPPER, compile_for, early_load, events, order_of, resources
+from compiled import BLACKWELL, HOPPER, compile_for, early_load, events, order_of, resources
 from plain_kernels import COMBINE, DISPATCH, EACH, GATHER, ON_EACH, SCATTER
 
 from dist_autotune.kernels.moe.plan import search_bits
@@ -51,10 +50,6 @@ def test_the_clock_is_read_behind_a_round_of_failed_polls_and_all_threads_agree(
             ahead += names[names.index(name) + 1 :][:1]  # it falls through
     assert len(reached) > 1
     assert clock not in reached
-
-
-def test_without_its_own_clock_a_wait_counts_polls():
-    assert not re.search(r"s_memrealtime|s_memtime|s_getreg", compiled_for(CDNA3, 4).asm["amdgcn"])
 
 
 @EACH
@@ -137,28 +132,6 @@ def order_over_experts(compiled):
     return [name for name, before in zip(found, ["", *found], strict=False) if name != before]
 
 
-def test_sorted_rows_are_multiplied_without_asking_where_they_are():
-    """Compare how many words of the plan a kernel reads for its rows."""
-    for kernel in (DISPATCH, COMBINE):
-        words = []
-        for is_sorted in (False, True):
-            compiled = kernel.compile(kernel.candidates[0], SORTED=is_sorted)
-            words.append(len(re.findall(r"tt\.load .*tensor<128x!tt\.ptr<i32>", compiled.asm["ttgir"])))
-            kernel.check_fits(compiled, HOPPER)
-        assert words == [2, 1]  # source and row; row, and where its weight is
-
-
-def test_sorted_rows_that_tma_can_address_are_loaded_by_it():
-    for index in (2, 5, 8, 11):
-        config = COMBINE.candidates[index]
-        by_tma = config.kwargs["TMA"]
-        compiled = COMBINE.compile(config, SORTED=True, A_TMA_LEGAL=True)
-        COMBINE.check_fits(compiled, HOPPER, index)
-        assert resources(compiled, HOPPER)["spilled"] == 0, index
-        ptx = compiled.asm["ptx"]
-        assert ("cp.async.bulk.tensor.2d" in ptx, "cp.async.c" in ptx) == (by_tma, not by_tma)
-
-
 @pytest.mark.parametrize("config", [DISPATCH.candidates[0], DISPATCH.candidates[11]], ids=["TMA", "pointers"])
 def test_rows_are_loaded_behind_the_wait_for_their_chunk(config):
     order = order_over_experts(DISPATCH.compile(config))
@@ -176,14 +149,6 @@ def test_products_are_counted_behind_their_stores_and_combined_behind_the_counts
         *("wait for tiles", "wait for peer", "load", "store", "barrier", "count block", "barrier", "signal"),
         "wait for peer",
     ]
-
-
-def test_rows_of_a_are_copied_16_bytes_at_a_time_and_those_of_the_weight_by_tma():
-    ptx = DISPATCH.compile(DISPATCH.candidates[0]).asm["ptx"]
-    assert set(re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*, (0x\w+)", ptx)) == {"0x10"}
-    assert "cp.async.bulk.tensor.2d" in ptx
-    assert "wgmma.mma_async" in ptx
-    assert not re.search(r"atom\.global\.sys\.\S*add", ptx)  # a poll is a load
 
 
 @ON_EACH
@@ -226,13 +191,6 @@ def test_an_epilogue_fits_and_no_chunk_is_read_early(config):
     assert early_load("\n".join(of_chunks)) is None
 
 
-def test_the_k_loop_is_pipelined_all_the_same():
-    names = [name for _, name in events(GATHER.compile(CANDIDATES[0]).asm["ttgir"])]
-    first_multiply = names.index("multiply")
-    stages = CANDIDATES[0].num_stages
-    assert names[:first_multiply].count("load") == 2 * (stages - 1)  # of A and of B, before the first product
-
-
 @pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
 def test_a_poll_is_a_load_and_the_proxy_fence_stands_between_it_and_tma(target):
     compiled = GATHER.compile(CANDIDATES[0], target)
@@ -242,45 +200,3 @@ def test_a_poll_is_a_load_and_the_proxy_fence_stands_between_it_and_tma(target):
     names = [name for _, name in events(compiled.asm["ttgir"])]
     first_load = names.index("load")
     assert [name for name in names[:first_load] if name != "loop"][:3] == ["poll", "poll", "fence"]
-
-
-@pytest.mark.parametrize("config", [c for c in CANDIDATES if not c.kwargs["TMA"]][:1], ids=["pointers"])
-def test_pointer_loads_need_no_proxy_fence(config):
-    assert "fence.proxy.async.global" not in GATHER.compile(config).asm["ptx"]
-
-
-# ---- negative control: the check above can fail
-
-
-@triton.jit
-def wait_inside_the_k_loop(
-    a_ptr, b_ptr, c_ptr, ready_ptr, M, N, K, ASM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """A kernel as it must not be: the pipeliner lets the loads run ahead of the wait beside them."""
-    a_desc = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BLOCK, BLOCK_K])
-    b_desc = tl.make_tensor_descriptor(b_ptr, [N, K], [K, 1], [BLOCK, BLOCK_K])
-    c_desc = tl.make_tensor_descriptor(c_ptr, [M, N], [N, 1], [BLOCK, BLOCK])
-    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK), tl.num_programs(0)):
-        acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
-        for k in range(0, tl.cdiv(K, BLOCK_K)):
-            tl.inline_asm_elementwise(ASM, "=r,l", [ready_ptr + k], dtype=tl.int32, is_pure=False, pack=1)
-            a = a_desc.load([tile * BLOCK, k * BLOCK_K])
-            acc = tl.dot(a, b_desc.load([0, k * BLOCK_K]).T, acc)
-        c_desc.store([tile * BLOCK, 0], acc.to(tl.bfloat16))
-
-
-SPIN = """{
-    .reg .pred %waiting;
-    AGAIN_${:uid}:
-    ld.acquire.sys.global.b32 $0, [$1];
-    setp.eq.s32 %waiting, $0, 0;
-    @%waiting bra AGAIN_${:uid};
-}"""
-
-
-def test_a_wait_inside_the_k_loop_is_found_out():
-    types = {"a_ptr": "*bf16", "b_ptr": "*bf16", "c_ptr": "*bf16", "ready_ptr": "*i32"}
-    types |= dict.fromkeys(("M", "N", "K"), "i32")
-    constexprs = {"ASM": SPIN.replace("\n", " "), "BLOCK": 128, "BLOCK_K": 64}
-    compiled = compile_for(HOPPER, wait_inside_the_k_loop, types, constexprs, num_warps=8, num_stages=3)
-    assert early_load(compiled.asm["ttgir"]) == "a load stands above the first poll of the tile loop"

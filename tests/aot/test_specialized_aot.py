@@ -20,7 +20,7 @@ from dist_autotune.kernels.compat import HAS_INLINE_PTX
 from dist_autotune.kernels.epilogues import NO_ACTIVATION
 from dist_autotune.kernels.gemm import launch, pruning
 from dist_autotune.kernels.gemm.configs import blocks_of, box_of, shared_bytes
-from dist_autotune.kernels.gemm.pruning import fewest_rows, prune_chunks
+from dist_autotune.kernels.gemm.pruning import prune_chunks
 from dist_autotune.kernels.gemm.roles import LOADER_REGISTERS
 from dist_autotune.kernels.gemm_rs import specialized as scattering
 from dist_autotune.kernels.gemm_rs.call import ScatterMemory, ScatterOperands
@@ -179,30 +179,6 @@ def test_in_fp8_with_scales_it_multiplies_bytes_without_spills(config):
     assert "ld.global.nc" not in compiled.asm["ptx"]
 
 
-@TARGETS
-@EACH
-@pytest.mark.parametrize("rows", [64, 100, 127, 128, 200, 4096])
-def test_no_tile_is_higher_than_a_chunk_and_one_is_left_where_the_kernel_runs(kernel, target, rows):
-    usable = kernel.usable_on(target, rows)
-    assert all(config.kwargs["BLOCK_M"] <= rows for config in usable)
-    assert bool(usable) == (rows >= fewest_rows(kernel.candidates, tensor_memory=target is BLACKWELL))
-
-
-@TARGETS
-@pytest.mark.parametrize("n", [8, 64, 1792])
-def test_a_narrow_weight_leaves_a_candidate(target, n):
-    assert GATHER.usable_on(target, 128, n)
-
-
-def test_a_weight_by_columns_leaves_out_what_cannot_read_it():
-    assert not any(config.kwargs["JOINED"] for config in SCATTER.usable_on(HOPPER, 2048, by_rows=False))
-
-
-@EACH
-def test_two_candidates_are_never_the_same(kernel):
-    assert len({str(config) for config in kernel.candidates}) == len(kernel.candidates)
-
-
 # ---- AllGatherGemm
 
 
@@ -234,13 +210,6 @@ def test_the_load_warp_polls_and_fences_in_the_loop_over_tiles_before_it_loads(t
         assert names.count("load") == loads, config
         assert names[first : first + loads] == ["load"] * loads, config
         assert "fence" not in names[first:], config  # behind the loads: it parts from the peers
-
-
-@TARGETS
-def test_nobody_else_polls(target):
-    for config, compiled in GATHER.compiled_for(target):
-        ttgir = compiled.asm["ttgir"]
-        assert ttgir.count("atomic_rmw") == load_partition(ttgir).count("atomic_rmw") > 0, config
 
 
 @TARGETS
@@ -302,14 +271,6 @@ def test_one_warp_counts_and_waits_for_peers_and_nobody_else_does(target):
         assert "ATOMG.E.EXCH.STRONG.SYS" in polls, config  # DONE
         assert not re.search(r"UTMASTG|UTMALDG|HGMMA|UTCHMMA", polls), config
         assert max(map(int, re.findall(r"\bR(\d+)\b", polls))) < LOADER_REGISTERS.value, config
-
-
-def test_what_the_peers_have_sent_is_loaded_two_elements_at_a_time():
-    """A thread has two neighbours of a row; so the compiler must know that pairs begin at 4 bytes."""
-    (_config, compiled), *_ = SCATTER.compiled_for(HOPPER)
-    loads = re.findall(r"ld\.global\.(\w+) ", compiled.asm["ptx"])
-    assert loads.count("b32") > 8
-    assert "b16" not in loads
 
 
 # ---- what they take
