@@ -52,17 +52,3 @@ def test_what_lies_in_the_tensors_of_a_launch_or_is_masked_is_allowed(how, begin
 def test_what_lies_beside_them_is_refused_though_the_process_has_that_memory(how, begin, valid, text):
     with pytest.raises(InterpreterError, match=text):
         launch(how, begin, valid)
-
-
-def test_two_tensors_of_a_launch_are_not_one_where_there_is_room_between_them():
-    @triton.jit
-    def copy(from_ptr, to_ptr, distance):
-        tl.store(to_ptr, tl.load(from_ptr + distance))
-
-    memory = torch.arange(ROOM)
-    copy[(1,)](memory[:4], memory[8:12], 3)
-    assert memory[8] == 3
-    copy[(1,)](memory[:4], memory[8:12], 9)  # from the other tensor, which is the launch's too
-    assert memory[8] == 9
-    with pytest.raises(InterpreterError, match="reads 8 bytes at byte 48 of from_ptr, which has 32"):
-        copy[(1,)](memory[:4], memory[8:12], 6)

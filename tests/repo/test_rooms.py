@@ -177,28 +177,6 @@ def test_no_room_is_crowded() -> None:
     assert crowded(TUNER.root / "search" / f"{number}.py" for number in range(13)) == ["search"]
 
 
-@pytest.mark.parametrize(
-    ("package", "room", "source", "breach"),
-    [
-        (TUNER, "search", "import torch", "torch"),
-        (TUNER, "logs", "from numpy import array", "numpy"),
-        (TUNER, "ranks", "from ..search.messages import Payload", "dist_autotune.search.messages"),
-        (TUNER, "ranks", "def f():\n    from ..tuner import session", "dist_autotune.tuner"),
-        (TUNER, "storage", "from ..logs.records import Note", "dist_autotune.logs.records"),
-        (TUNER, "tuner", "from dist_autotune.kernels import symm", "dist_autotune.kernels"),
-        (TUNER, "timing", "from .. import cli", "dist_autotune.cli"),
-        (TUNER, "", "from .tuner.session import Session", "dist_autotune.tuner.session"),
-        (KERNELS, "gemm", "from ..ag_gemm.plain import Shape", "dist_autotune.kernels.ag_gemm.plain"),
-        (KERNELS, "gemm", "from ..exchange import push", "dist_autotune.kernels.exchange"),
-        (KERNELS, "symm", "def f():\n    from .. import moe", "dist_autotune.kernels.moe"),
-        (KERNELS, "moe", "from ..gemm_rs import plain", "dist_autotune.kernels.gemm_rs"),
-        (KERNELS, "", "from .gemm.roles import run", "dist_autotune.kernels.gemm.roles"),
-    ],
-)
-def test_a_breach_is_found(package: Package, room: str, source: str, breach: str) -> None:
-    assert breaches(package, source, room) == [breach]
-
-
 def test_each_note_of_the_kernels_stands_once_and_is_cited() -> None:
     texts = [re.sub(r"\n\s*(# )?", "\n", path.read_text()) for path in KERNELS.root.rglob("*.py")]
     proofs = (ROOT / "docs/protocol.md").read_text()

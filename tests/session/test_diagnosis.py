@@ -14,7 +14,6 @@ from dist_autotune import EventClock, PeerFailed, TuningError, is_tuning
 from dist_autotune.errors import LaunchFailed, LaunchTimeout
 from dist_autotune.logs.records import Note, RunFailed, SessionClosed
 from dist_autotune.ranks import exchange, group
-from dist_autotune.ranks.watchdog import Watch, Watchdog
 from dist_autotune.timing.samples import READ_WITHIN_RUNS
 from dist_autotune.tuner import function_state
 from ranks import assert_all_ok, run_ranks
@@ -47,29 +46,6 @@ def stuck_at(block: int, until: Callable[[], Any]) -> dict[int, Any]:
 
 
 # ---- a run that takes too long, on its own
-
-
-def test_a_single_rank_in_a_run_that_takes_too_long_is_told_what_it_is_at(capfd):
-    bench = Bench()
-    told = lambda: "Rank 0 has been in run 1 of" in log_of()  # noqa: E731
-    stuck = bench.kernel(stuck_at(32, told))
-    quick = bench.kernel({16: 1.0, 32: 1.0}, double)
-
-    def thunk():
-        launch(quick, numbers())
-        return launch(stuck, numbers())
-
-    tuned = bench.tune(thunk, timeout_s=0.2, name="step")
-    assert torch.equal(tuned(), numbers() + 1)
-    assert tuned.settled
-    said = capfd.readouterr().err
-    log = Path(".autotune_logs/rank-0.log").absolute()
-    for text in (said, log_of()):
-        assert "Rank 0 has been in run 1 of step (" in text
-        assert "Not ended, or on trial: add[64, float32, float32] with BLOCK: 32" in text
-        assert f"Log: {log}." in text
-        assert "on_stuck='abort' would end its process" in text
-    assert said.count("has been in run 1") == 1
 
 
 def test_ranks_that_are_all_stuck_are_all_told(quick_heartbeats):
@@ -105,18 +81,6 @@ def test_ranks_that_are_all_stuck_are_all_ended_when_that_is_asked_for(quick_hea
         assert result.exitcode == 1
         assert f"Rank {result.rank} ends" in result.stderr
         assert result.elapsed_s < 15
-
-
-def test_a_device_that_cannot_be_asked_does_not_silence_the_diagnosis():
-    told: list[str] = []
-    watchdog = Watchdog(0, lambda: None)
-
-    def whereabouts() -> str:
-        raise RuntimeError(ILLEGAL)
-
-    with watchdog.watching(0, Watch("run 7 of step", 0.05, "raise", told.append, whereabouts)):
-        wait_for(lambda: told)
-    assert "position is unknown (RuntimeError: CUDA error" in told[0]
 
 
 # ---- a launch that the device never ends

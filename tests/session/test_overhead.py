@@ -16,7 +16,7 @@ import triton
 from kernels_for_tests import add, double, launch, numbers
 from triton.runtime.autotuner import Autotuner
 
-from dist_autotune import StepTuner, contextual_autotune
+from dist_autotune import contextual_autotune
 from dist_autotune.triton_api.interception import INTERCEPTION
 
 CALLS_PROMISED = 48  # of a method: together 2.4 to 4.4 us on one machine, the promise is 4 us
@@ -237,18 +237,3 @@ def test_a_settled_launch_executes_no_more_of_python_than_a_stock_launch(monkeyp
         return (bytecodes(lambda: function(11)) - bytecodes(lambda: function(1))) / 10
 
     assert 0 < of_a_launch(tuned) <= of_a_launch(thunk)
-
-
-def test_a_settled_step_of_a_loop_executes_at_most_2_3_times_the_python_of_a_settled_call():
-    options = {"cache": False, "log_dir": None, "progress": False}
-    tuned, tuner = contextual_autotune(lambda: None, mode="online", **options), StepTuner(**options)
-
-    def step() -> None:
-        with tuner.step():
-            pass
-
-    for _ in range(2):  # the first call behind a session executes more, once
-        tuned(), step()
-    assert tuned.settled
-    assert tuner.settled
-    assert 0 < bytecodes(step) <= 2.3 * bytecodes(tuned)

@@ -2,7 +2,6 @@
 
 import random
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,10 +17,6 @@ from kernels_for_tests import (
 from thread_switches import beside, frequent_switches
 from triton import knobs
 from triton.runtime.autotuner import Autotuner
-
-from dist_autotune.reports.totals import total_lines
-from dist_autotune.search.phases.pace import Cost
-from dist_autotune.tuner.tuners import Findings
 
 HAS_LISTENER = "listener" in vars(type(knobs.autotuning))
 NEEDS_LISTENER = pytest.mark.skipif(not HAS_LISTENER, reason="knobs.autotuning.listener came with Triton 3.8")
@@ -50,24 +45,6 @@ def test_a_config_of_the_users_own_in_the_cache_is_respected(bench):
     tuned()
     assert bench.blocks() == [8, 8]
     assert only(tuned.report).status == "cached"
-
-
-def test_what_stock_benchmarking_found_is_respected_and_left_as_it_is(bench):
-    times = {16: 5.0, 32: 0.5}
-
-    def do_bench(call, quantiles):
-        call()
-        return [times[bench.blocks()[-1]]] * 3
-
-    kernel = bench.kernel({16: 1.0, 32: 3.0}, do_bench=do_bench)
-    launch(kernel, numbers())
-    timings, bench_time = kernel.configs_timings, kernel.bench_time
-    bench.forget()
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    tuned()
-    assert bench.blocks() == [32]
-    assert kernel.configs_timings is timings
-    assert kernel.bench_time == bench_time
 
 
 def test_a_provisional_result_is_used_but_not_respected(bench):
@@ -176,25 +153,6 @@ def test_a_winner_that_is_not_the_fastest_in_its_table_says_why(bench, ms, why):
     context = only(tuned.report)
     assert (context.not_fastest.startswith(why), bool(context.not_fastest)) == (True, bool(why))
     assert (f"The winner is not the fastest of {context.label}: {why}" in str(tuned.report)) == bool(why)
-
-
-def test_the_report_and_the_totals_of_a_session_under_way_have_what_earlier_sessions_found_and_cost(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    tuned = bench.tune(lambda n: launch(kernel, numbers(n)), mode="online")
-    costs = []
-    for n in (8, 16):
-        for _ in range(6):
-            tuned(n)
-        assert tuned.settled
-        costs.append(tuned.report.cost.total_s)
-    tuned(24)  # asks for a session
-    tuned(24)
-    report = tuned.report
-    assert report.outlook is not None
-    assert sorted(context.key[0] for context in report.earlier) == [8, 16]
-    assert report.earlier_s == pytest.approx(sum(costs))
-    all_s = replace(report, cost=Cost(trials_s=7.0), earlier_s=3.0)
-    assert "Tuning took 10.0 s in all" in total_lines([Findings(all_s)])
 
 
 @pytest.mark.parametrize("mode", ["replay", "online"])

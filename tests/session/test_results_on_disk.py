@@ -3,7 +3,6 @@
 import pytest
 import triton
 from kernels_for_tests import (
-    F32,
     KEY,
     Probe,
     block_of,
@@ -61,21 +60,6 @@ def spy_on(monkeypatch, owner, name, note):
     """Have each call of a function noted, which goes on to it."""
     function = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *args: note(*args) or function(*args))
-
-
-def test_an_entry_is_one_readable_file(bench, kernel, tmp_cache):
-    bench.tune(lambda: launch(kernel, numbers()))()
-    (entry,) = entries(tmp_cache)
-    (path,) = tmp_cache.glob("add-*.json")
-    assert entry["key"]["kernel"] == "add"
-    assert entry["key"]["triton_version"] == triton.__version__
-    assert entry["key"]["world_size"] == 1
-    assert entry["key"]["device"] == "interpreter"
-    assert "BLOCK: 32" in entry["config"]
-    assert entry["ms"] == 1.0
-    assert sorted(entry["timings"].values()) == [1.0, 3.0]
-    assert entry["key"]["key"] == f"64, '{F32}', '{F32}'"
-    assert path.name.endswith(".json")
 
 
 def test_a_directory_that_cannot_be_written_is_one_warning_and_tuning_works(bench, kernel, tmp_path):

@@ -18,8 +18,8 @@ from kernels_for_tests import (
 from torch.utils.checkpoint import checkpoint
 from triton.runtime.autotuner import Autotuner
 
-from dist_autotune import contextual_autotune, is_tuning, tunable
-from dist_autotune.logs.records import Note, SessionClosed, SessionOpened
+from dist_autotune import contextual_autotune, is_tuning
+from dist_autotune.logs.records import Note, SessionOpened
 from dist_autotune.search.state import ADMISSION_RUNS
 from dist_autotune.search.strategies import STRATEGIES
 
@@ -160,40 +160,6 @@ def test_retune_ignores_what_memory_and_disk_hold(bench, tmp_cache):
     assert bench.blocks() == [16, 32, 16, 16]
 
 
-def test_retune_in_the_middle_of_a_session_starts_it_anew(bench):
-    tuned = bench.tuned({16: 3.0, 32: 1.0, 64: 2.0}, mode="online")
-    tuned()
-    tuned()
-    tuned.retune()
-    for _ in range(4):
-        tuned()
-    assert bench.blocks() == [16, 32, 16, 32, 64, 32]
-    assert len(records(SessionOpened)) == len(records(SessionClosed)) == 2
-    assert tuned.settled
-
-
-@pytest.mark.parametrize("run", [2, 5], ids=["while tuning", "in a settled call"])
-def test_retune_from_inside_a_call_tunes_anew_at_the_next_call(bench, run):
-    kernel = bench.kernel({16: 1.0, 32: 2.0})
-    runs = []
-
-    def thunk():
-        runs.append(launch(kernel, numbers()))
-        if len(runs) == run:
-            tuned.retune()
-
-    tuned = bench.tune(thunk)
-    tuned()
-    while len(runs) < run:
-        tuned()
-    assert bench.blocks() == [16, 32] + [16] * (len(runs) - 2)
-    assert not tuned.settled
-    bench.forget()
-    tuned()
-    assert bench.blocks() == [16, 32, 16]
-    assert tuned.settled
-
-
 # ---- modes
 
 
@@ -272,42 +238,6 @@ def test_a_plan_that_has_not_met_the_default_one_is_provisional_and_the_next_cal
     assert bench.blocks()[-2:] == [16, 16]
     assert {context.status for context in tuned.report.contexts} == {"tuned"}
     assert any("the default plan is kept" in record.text for record in records(Note))
-
-
-@pytest.mark.parametrize("max_runs", [2, 3, 4], ids="max_runs={}".format)
-def test_a_key_that_comes_no_more_does_not_keep_short_sessions_from_tuning_another(bench, max_runs):
-    kernel, sizes = bench.kernel({16: 3.0, 32: 1.0}), [64, 128]
-    thunk = lambda: [launch(kernel, numbers(n)) for n in sizes]  # noqa: E731
-    tuned = bench.tune(thunk, objective="thunk", max_runs=max_runs)
-    tuned()
-    sizes.remove(128)
-    while not tuned.settled:
-        tuned()
-        assert len(bench.blocks(n=64)) < 60
-    assert bench.blocks(n=64)[-1] == 32
-    sizes.append(128)
-    tuned()
-    while not tuned.settled:
-        tuned()
-    assert bench.blocks(n=128)[-1] == 32
-
-
-@pytest.mark.parametrize("objective", ["kernel", "thunk"])
-@pytest.mark.parametrize("max_runs", [2, 4, 9, 20], ids="max_runs={}".format)
-def test_a_search_by_whole_runs_that_is_cut_short_goes_on_in_the_next_call(bench, objective, max_runs):
-    kernel, ms = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0, 128: 1.5}), {"a": 2.0, "b": 1.0, "c": 3.0}
-
-    def thunk():
-        launch(kernel, numbers())
-        bench.spend(ms[chosen := tunable("cut short", [*ms])])
-        return chosen
-
-    tuned = bench.tune(thunk, objective=objective, n_warmup=None, n_repeat=None, max_runs=max_runs)
-    while not tuned.settled:
-        chosen = tuned()
-        assert len(bench.blocks()) < 100
-    assert (chosen, bench.blocks()[-1]) == ("b", 32)
-    assert {context.status for context in tuned.report.contexts} == {"tuned"}
 
 
 # ---- online

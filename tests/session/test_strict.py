@@ -52,14 +52,6 @@ def test_a_key_that_is_not_tuned_is_an_error_that_names_it_and_its_neighbours(
     assert torch.equal(shipped(64), numbers() + 1)
 
 
-@pytest.mark.parametrize("mode", ["strict", "cached"])
-def test_the_report_has_the_keys_of_later_calls_too(shipped, monkeypatch, mode):
-    monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
-    shipped(64), shipped(1024), shipped(1024)
-    found = [(each.key[0], each.status, each.config.kwargs["BLOCK"]) for each in shipped.report.contexts]
-    assert found == [(64, "cached", 32), (1024, "cached", 32)]
-
-
 KERNEL = """
 import triton, triton.language as tl
 
@@ -93,13 +85,6 @@ def test_the_same_source_under_another_module_s_name_is_the_same_kernel(tune_ker
     tune_kernel_of("original", KERNEL)()
     strict()
     assert torch.equal(tune_kernel_of("vendored", KERNEL)(), numbers() + 1)
-
-
-def test_without_a_cache_the_message_says_so(bench, strict):
-    strict()
-    tuned = bench.tuned({16: 3.0, 32: 1.0}, cache=False)
-    with pytest.raises(NotTuned, match=r"in memory, and there is no cache\. Nearest tuned keys: none\."):
-        tuned()
 
 
 def test_a_provisional_result_does_not_count(bench, strict):
@@ -150,14 +135,6 @@ def test_a_choice_of_the_host_that_is_not_tuned_is_an_error(bench, strict):
     assert fresh(64) == 2
     with pytest.raises(NotTuned, match=r"slices\[128\] is not tuned.*Nearest tuned keys: \[64\]"):
         fresh(128)
-
-
-def test_a_provisional_choice_does_not_count(bench, strict):
-    thunk = bench.choosing("slices, provisional", {1: 3.0, 2: 2.0, 4: 1.0})
-    bench.tune(thunk, cache=False, max_runs=2)()
-    strict()
-    with pytest.raises(NotTuned):
-        bench.tune(thunk, cache=False)()
 
 
 def test_launches_outside_are_stocks(bench, strict):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from kernels_for_tests import KEY, double, launch, no_bench, numbers, out_of_resources, records
-from thread_switches import frequent_switches
 
 from dist_autotune import is_tuning
 from dist_autotune.logs.records import SessionOpened
@@ -265,31 +264,6 @@ def test_a_key_that_is_new_to_a_settled_call_is_tuned_behind_a_session_of_anothe
     beside_a_settled_call(tuned, 8, has_launched, lambda: tuned(16))
     assert tuned.settled
     assert bench.blocks(n=8) == [32, 32, 16, 32]
-
-
-def test_a_thread_beside_a_session_launches_new_keys_while_the_session_admits_others(bench, kernel):
-    inside, session_began, is_over = threading.Event(), threading.Event(), threading.Event()
-
-    def thunk(sizes):
-        for n in sizes:
-            launch(kernel, numbers(n))
-            session_began.set() if is_tuning() else None
-        if not sizes:
-            hand_over(inside, session_began)
-            while not is_over.is_set():
-                assert torch.equal(launch(kernel, numbers(8)), numbers(8) + 1)
-
-    tuned = bench.tune(thunk)
-    tuned([64])
-    session_began.clear()
-    with ThreadPoolExecutor(1) as pool, frequent_switches():
-        settled = pool.submit(tuned, [])
-        assert inside.wait(LONG_S)
-        try:
-            tuned(range(100, 250))
-        finally:
-            is_over.set()
-        settled.result(LONG_S)
 
 
 def test_what_a_settled_call_launches_while_a_run_is_reported_is_no_part_of_the_session(bench, kernel):

@@ -88,25 +88,6 @@ def test_options_that_python_takes_for_equal_are_told_apart(bench):
     assert repr(tunable("mixed", [0, 1])) == "0"
 
 
-@pytest.mark.parametrize("option", [None, True, 1.5, "text", [1, 2], {"a": 1}], ids=repr)
-def test_any_json_option_comes_back_as_it_was_given(bench, option):
-    assert bench.tune(lambda: tunable("any", [option]))() is option
-
-
-def test_a_session_makes_text_of_equal_options_once(bench, monkeypatch):
-    made, texts_of = [], choices._texts_of
-    monkeypatch.setattr(choices, "_texts_of", lambda *given: made.append(given) or texts_of(*given))
-    runs = []
-
-    def thunk():
-        runs.append(tunable("a name of this test", list(range(5))))
-        bench.spend(1.0 + len(runs) % 2)
-
-    bench.tune(thunk)()
-    assert len(runs) > 5
-    assert len(made) == 1
-
-
 # ---- what is made of answers
 
 
@@ -129,20 +110,6 @@ def spending(bench, ms, standing):
     return thunk
 
 
-def test_nothing_is_asked_again_while_all_choices_stand(bench):
-    asked, ms, standing = asking("alone")
-    assert [standing() for _ in range(5)] == [1] * 5
-    assert asked == [1] * 2, "the first one was not known"
-    tuned = bench.tune(spending(bench, ms, standing))
-    assert tuned() == 2
-    assert set(asked) == {1, 2, 4}, "each run of a session asks"
-    settled = [tuned(), tuned()]
-    count = len(asked)
-    assert settled + [tuned() for _ in range(5)] == [2] * 7
-    assert len(asked) == count
-    assert standing() == 2
-
-
 def test_another_result_is_followed_at_once(bench):
     _, ms, standing = asking("followed")
     tuned = bench.tune(spending(bench, ms, standing))
@@ -150,12 +117,3 @@ def test_another_result_is_followed_at_once(bench):
     ms[4] = 0.5
     tuned.retune()
     assert [tuned(), tuned(), tuned(), standing(), standing()] == [4] * 5
-
-
-def test_functions_that_share_nothing_keep_their_own(bench):
-    _, ms, standing = asking("apart")
-    first = bench.tune(spending(bench, ms, standing), share=False, name="first")
-    second = bench.tune(spending(bench, {**ms, 4: 0.5}, standing), share=False, name="second")
-    assert [first(), second()] == [2, 4]
-    for _ in range(3):
-        assert [first(), second(), standing()] == [2, 4, tunable("apart", [1, 2, 4])]
