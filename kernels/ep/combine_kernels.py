@@ -6,14 +6,17 @@ import triton
 import triton.language as tl
 
 from .slots import (
+    COLUMNS,
     DISPATCHED,
     DONE,
     RETURNED,
+    SENT,
     address,
+    claim,
     copy_row,
     end_exchange,
     exchange,
-    is_last_program,
+    is_last,
     raise_flags,
     rank_of,
     tuned,
@@ -21,55 +24,23 @@ from .slots import (
 )
 
 
-@tuned
-@triton.jit(do_not_specialize=["size_class", "most_tokens", "experts", "rank"])
-def return_rows(
+@tuned("RETURNS", "SUMS")
+@triton.jit(
+    do_not_specialize=["size_class", "T", "most_tokens", "experts", "capacity", "rank", "patience_ticks"]
+)
+def combine_rows(
     rows_ptr,  # [capacity, H], rows stride_rows apart
     choices_ptr,
     flags_ptr,
     tables_ptr,  # int64 [2, WORLD]: addresses of choices, flags
     sources_ptr,
     offsets_ptr,
-    state_ptr,
-    size_class,
-    most_tokens,
-    experts,
-    rank,
-    stride_rows,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PER_SM: tl.constexpr,
-):
-    """Store each row to the rank of its token, and raise the flag of the combine there."""
-    number = exchange(state_ptr, RETURNED)
-    of_rank = most_tokens * K
-    for row in range(tl.program_id(0), tl.load(offsets_ptr + experts), tl.num_programs(0)):
-        position = tl.load(sources_ptr + row)
-        peer = rank_of(position, most_tokens, K, WORLD)
-        if (peer >= 0) & (peer != rank):
-            place = tl.cast((number & 1) * of_rank + position % of_rank, tl.int64)
-            to_ptr = address(tables_ptr, peer, choices_ptr) + place * H
-            copy_row(to_ptr, rows_ptr + tl.cast(row, tl.int64) * stride_rows, H, BLOCK)
-    if is_last_program(state_ptr, RETURNED):
-        raise_flags(tables_ptr + WORLD, flags_ptr, state_ptr, rank, RETURNED, WORLD)
-
-
-@tuned
-@triton.jit(
-    do_not_specialize=["size_class", "T", "most_tokens", "experts", "capacity", "rank", "patience_ticks"]
-)
-def sum_rows(
-    rows_ptr,  # [capacity, H], rows stride_rows apart
-    choices_ptr,
-    given_ids_ptr,  # int32 or int64 [T, K], contiguous
-    given_weights_ptr,  # float32 [T, K], contiguous
-    places_ptr,
-    out_ptr,  # [T, H], contiguous
-    flags_ptr,
     errors_ptr,
     state_ptr,
+    given_ids_ptr,  # int32 or int64 [T, K], contiguous
+    given_weights_ptr,  # of any floating-point type, [T, K], contiguous
+    places_ptr,
+    out_ptr,  # [T, H], rows stride_out apart
     size_class,
     T,
     most_tokens,
@@ -78,39 +49,61 @@ def sum_rows(
     rank,
     patience_ticks,
     stride_rows,
+    stride_out,
     H: tl.constexpr,
     K: tl.constexpr,
     WORLD: tl.constexpr,
+    RETURNS: tl.constexpr,  # store each row to the rank of its token, and raise the flag of the combine there
+    SUMS: tl.constexpr,  # then wait for all peers, add each token's rows, and end the combine
     ALL_RETURNED: tl.constexpr,  # also the rows of this rank's own experts are among `choices`
     BLOCK: tl.constexpr,
+    PART: tl.constexpr,  # columns of a token that a program adds at a time
     PER_SM: tl.constexpr,
 ):
-    """Add each token's rows, weighted, in float32 in the order of its choices; NaN where a rank is lost."""
+    """Bring rows back; add them, weighted, in float32 in the order of choices, NaN where a rank is lost."""
     number = exchange(state_ptr, RETURNED)
-    lost = wait_for_all(number, flags_ptr, errors_ptr, patience_ticks, rank, RETURNED, WORLD)
-    slot = tl.cast((number & 1) * most_tokens * K, tl.int64)
-    for token in range(tl.program_id(0), T, tl.num_programs(0)):
-        for begin in range(0, H, BLOCK):
-            columns = begin + tl.arange(0, BLOCK)
+    of_rank = most_tokens * K
+    if RETURNS:
+        shares, sent = tl.num_programs(0), 0
+        share = claim(state_ptr, RETURNED) if SUMS else tl.program_id(0)
+        while share < shares:
+            for row in range(share, tl.load(offsets_ptr + experts), shares):
+                position = tl.load(sources_ptr + row)
+                peer = rank_of(position, most_tokens, K, WORLD)
+                if (peer >= 0) & (peer != rank):
+                    place = tl.cast((number & 1) * of_rank + position % of_rank, tl.int64)
+                    to_ptr = address(tables_ptr, peer, choices_ptr) + place * H
+                    copy_row(to_ptr, rows_ptr + tl.cast(row, tl.int64) * stride_rows, H, BLOCK)
+            sent += 1
+            share = claim(state_ptr, RETURNED) if SUMS else shares
+        if is_last(state_ptr, sent, RETURNED, SENT):
+            raise_flags(tables_ptr + WORLD, flags_ptr, state_ptr, rank, RETURNED, WORLD)
+    if SUMS:
+        lost = wait_for_all(number, flags_ptr, errors_ptr, patience_ticks, rank, RETURNED, WORLD)
+        slot = tl.cast((number & 1) * of_rank, tl.int64)
+        parts = tl.cdiv(H, PART)
+        for item in range(tl.program_id(0), T * parts, tl.num_programs(0)):
+            token = item // parts
+            columns = item % parts * PART + tl.arange(0, PART)
             mask = columns < H
-            total = tl.zeros((BLOCK,), dtype=tl.float32)
+            total = tl.zeros((PART,), dtype=tl.float32)
             for choice in range(0, K):
                 chosen = tl.load(given_ids_ptr + token * K + choice)
                 if (chosen >= 0) & (chosen < experts * WORLD):
                     owner = (chosen // experts).to(tl.int32)
-                    weight = tl.load(given_weights_ptr + token * K + choice)
+                    weight = tl.load(given_weights_ptr + token * K + choice).to(tl.float32)
                     from_ptr = choices_ptr + (slot + token * K + choice) * H
                     if not ALL_RETURNED and owner == rank:
                         place = tl.minimum(tl.load(places_ptr + token * K + choice), capacity - 1)
                         from_ptr = rows_ptr + tl.cast(place, tl.int64) * stride_rows
                     value = tl.load(from_ptr + columns, mask=mask, other=0.0).to(tl.float32)
                     total += weight * tl.where((lost >> owner) & 1 != 0, float("nan"), value)
-            out_ptrs = out_ptr + tl.cast(token, tl.int64) * H + columns
+            out_ptrs = out_ptr + tl.cast(token, tl.int64) * stride_out + columns
             tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
-    end_exchange(state_ptr, RETURNED)
+        end_exchange(state_ptr, RETURNED)
 
 
-@tuned
+@tuned()
 @triton.jit(do_not_specialize=["size_class", "T", "most_tokens", "experts", "rank", "patience_ticks"])
 def grade_rows(
     grad_ptr,  # [T, H], rows stride_grad apart: gradients of the results of this rank's tokens
@@ -167,8 +160,8 @@ def grade_rows(
                 tl.store(out_ptrs, (weight * grad).to(out_ptr.dtype.element_ty), mask=mask)
             to_ptr = address(tables_ptr, peer, dots_ptr)
             tl.store(to_ptr + (back & 1) * of_rank + choice, tl.sum(dot, axis=0))
-    if is_last_program(state_ptr, RETURNED):
-        tl.store(state_ptr + DISPATCHED * 2 + DONE, number)  # nobody reads it before the next launch
+    if is_last(state_ptr, 1, RETURNED, SENT):
+        tl.store(state_ptr + DISPATCHED * COLUMNS + DONE, number)  # nobody reads it before the next launch
         raise_flags(tables_ptr + WORLD, flags_ptr, state_ptr, rank, RETURNED, WORLD)
 
 

@@ -14,14 +14,17 @@ from ..moe.launch import lies_for_tma, size_class
 from ..signals import GIVEN_UP
 from ..symm import SymmetricMemory, SymmetricTensor
 from ..tensors import lies_by_columns, pitch_of
-from .combine_kernels import collect_dots, grade_rows, return_rows, sum_rows
-from .dispatch_kernels import count_choices, gather_rows, place_choices, send_tokens
+from .combine_kernels import collect_dots, combine_rows, grade_rows
+from .dispatch_kernels import gather_rows, send_tokens
 from .product_kernel import multiply_rows
-from .slots import DONE
+from .slots import COLUMNS, DONE
+from .sorting_kernels import count_choices, place_choices
 
 SEGMENTS = 4 if INTERPRETED else 16  # of all positions, counted and placed side by side
 BLOCK_POSITIONS = 64 if INTERPRETED else 1024
 BLOCK_COLUMNS = 128 if INTERPRETED else 4096
+KEYS, POSITIONS = (8, 64) if INTERPRETED else (16, 512)  # of a dispatch in one launch
+PART_COLUMNS = 16 if INTERPRETED else 1024  # that a program adds, of a combine in one launch
 INTERPRETED_SMS = 1
 INTERPRETED_PROGRAMS = 2  # of a product
 TMA_CAPABILITY = 9
@@ -70,7 +73,7 @@ class Launches:
         self._choices = memory.allocate((2, sizes.tokens, sizes.topk, sizes.hidden), dtype)
         self._dots = memory.allocate((2, sizes.tokens, sizes.topk), torch.float32)
         self.flags = memory.allocate((2, world), torch.int32)
-        self._state = memory.hold(torch.zeros((2, 2), dtype=torch.int32, device=device))
+        self._state = memory.hold(torch.zeros((2, COLUMNS.value), dtype=torch.int32, device=device))
         found = torch.zeros((sizes.experts, SEGMENTS), dtype=torch.int32, device=device)
         self._found = memory.hold(found)
         self._sent_to = self._table(self.tokens, self._ids, self._weights, self._counts, self.flags)
@@ -123,23 +126,33 @@ class Launches:
     def send(
         self,
         x: torch.Tensor,
-        ids: torch.Tensor,
+        d: Dispatched,
         weights: torch.Tensor | None,
+        patience_ticks: int,
         *,
         to_all: bool = False,
         fp8: bool = False,
+        at_once: bool = False,
     ) -> None:
-        sizes, held = self.sizes, (self.tokens, self._ids, self._weights, self._counts, self.flags)
-        send_tokens[self._grid(len(x))](
-            *(x.detach(), ids, self._weights.local if weights is None else weights),
+        """Enqueue what sends tokens; at_once: it fills `d`, too."""
+        sizes, world = self.sizes, self._memory.world_size
+        held = (self.tokens, self._ids, self._weights, self._counts, self.flags)
+        items = world * sizes.tokens * sizes.topk if at_once else len(x)
+        send_tokens[self._grid(items)](
+            *(x.detach(), d.topk_ids, self._weights.local if weights is None else weights),
             *(each.local for each in held),
-            *(self._sent_to, self._state, size_class(len(x)), len(x)),
-            *(sizes.tokens, sizes.experts, self.rank, x.stride(0)),
+            *(self._sent_to, self._errors, self._state, d.rows, d.sources, d.places, d.offsets),
+            *(size_class(len(x)), len(x), sizes.tokens, sizes.experts, sizes.capacity, self.rank),
+            *(patience_ticks, x.stride(0)),
             **self._of_row,
+            RANKS=triton.next_power_of_2(world),
             WEIGHTED=weights is not None,
             TO_ALL=to_all or fp8,
             FP8=fp8,
+            AT_ONCE=at_once,
             CHOICES=triton.next_power_of_2(sizes.topk),
+            KEYS=KEYS,
+            POSITIONS=POSITIONS,
         )
 
     def sort(self, d: Dispatched, patience_ticks: int, *, fp8: bool = False) -> None:
@@ -169,33 +182,35 @@ class Launches:
             FP8=fp8,
         )
 
-    def give_back(self, rows: torch.Tensor, d: Dispatched) -> None:
-        sizes = self.sizes
-        return_rows[self._grid(sizes.capacity)](
-            *(rows.detach(), self._choices.local, self.flags.local, self._returned_to),
-            *(d.sources, d.offsets, self._state),
-            *(size_class(len(d.topk_ids)), sizes.tokens, sizes.experts, self.rank, rows.stride(0)),
-            **self._of_row,
-        )
-
-    def add(
+    def combine(
         self,
         rows: torch.Tensor | None,
         d: Dispatched,
         weights: torch.Tensor,
         out: torch.Tensor,
         patience_ticks: int,
+        *,
+        returns: bool,
+        sums: bool,
     ) -> None:
-        """Enqueue the sums; rows: of this rank's experts, None if they are where those of peers are."""
-        sizes, tokens = self.sizes, len(d.topk_ids)
+        """Enqueue the return of rows, or the sums, or both.
+
+        rows: of this rank's experts, None if they are where those of peers are.
+        """
+        sizes, tokens, of_row = self.sizes, len(d.topk_ids), self._of_row
         given = self._choices.local if rows is None else rows.detach()
-        sum_rows[self._grid(tokens)](
-            *(given, self._choices.local, d.topk_ids, weights, d.places, out),
-            *(self.flags.local, self._errors, self._state, size_class(tokens), tokens),
-            *(sizes.tokens, sizes.experts, sizes.capacity, self.rank, patience_ticks),
-            0 if rows is None else rows.stride(0),
-            **self._of_row,
+        part = min(PART_COLUMNS, of_row["BLOCK"]) if returns else of_row["BLOCK"]
+        parts = tokens * triton.cdiv(sizes.hidden, part) * sums
+        combine_rows[self._grid(max(parts, sizes.capacity * returns))](
+            *(given, self._choices.local, self.flags.local, self._returned_to),
+            *(d.sources, d.offsets, self._errors, self._state, d.topk_ids, weights, d.places, out),
+            *(size_class(tokens), tokens, sizes.tokens, sizes.experts, sizes.capacity, self.rank),
+            *(patience_ticks, 0 if rows is None else rows.stride(0), out.stride(0)),
+            **of_row,
+            RETURNS=returns,
+            SUMS=sums,
             ALL_RETURNED=rows is None,
+            PART=part,
         )
 
     def grade(

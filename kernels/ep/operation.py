@@ -10,8 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dist_autotune import tunable
+
 from ..exchange.call import NumberedCalls
-from ..moe.launch import check_experts
+from ..moe.launch import check_experts, size_class
 from ..moe.tokens import check_choices
 from ..signals import Failure, read_failure
 from ..tensors import Apart, check_fp8, check_no_gradient, check_out, check_sizes, check_tensor
@@ -20,6 +22,7 @@ from .slots import NOT_DISPATCHED, NOT_RETURNED, OTHER_FORMAT, OVER_CAPACITY, SC
 
 MOST_POSITIONS = 2**30  # choices of all ranks, in two slots of int32 positions
 MOST_RANKS = 32  # of which a kernel holds a bit each
+MOST_TOKENS_AT_ONCE = 128  # placing more in one launch takes longer than the launches that it saves
 DISPATCH, COMBINE = "dispatch", "combine"  # the exchanges that kinds of calls are
 DISPATCH_MATMUL, MATMUL_COMBINE, BACKWARD = "dispatch_matmul", "matmul_combine", "combine_backward"
 
@@ -44,7 +47,8 @@ class ExpertParallel(NumberedCalls):
 
     All ranks make the same calls in the same order, see [Note: an exchange ends]. Each holds
     2 * (W + topk) * tokens_per_rank * H elements of symmetric memory. Kernels are tuned inside
-    `contextual_autotune`.
+    `contextual_autotune`, and so is whether calls of up to 128 tokens are one launch each way; `one_launch`
+    fixes that, on each rank as it likes.
     """
 
     _agrees = False
@@ -63,6 +67,7 @@ class ExpertParallel(NumberedCalls):
         backend: str = "auto",
         capacity: int | None = None,
         *,
+        one_launch: bool | None = None,
         timeout_s: float = 300.0,
     ) -> None:
         check_sizes(tokens_per_rank=tokens_per_rank, hidden=hidden, experts=experts, topk=topk)
@@ -70,6 +75,9 @@ class ExpertParallel(NumberedCalls):
             check_sizes(capacity=capacity)
         if topk > experts:
             raise ValueError(f"topk={topk} is more than experts={experts}: a token chooses an expert once")
+        if one_launch not in (None, True, False):
+            raise ValueError(f"one_launch is {one_launch!r}; it is True, False, or None, which tunes it")
+        self._one_launch = one_launch
         self.name = f"ExpertParallel {next(_NUMBERS)}"  # among those of this process
         self.tokens_per_rank, self.topk, self._asked_capacity = tokens_per_rank, topk, capacity
         self.hidden, self.experts, self.dtype = hidden, experts, dtype
@@ -218,16 +226,28 @@ class ExpertParallel(NumberedCalls):
 
     def _dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, fp8: bool) -> Dispatched:
         ids = topk_ids.detach().contiguous()
-        d = self._new_dispatch(ids, self.hidden)
-        self._launches.send(x, ids, None, fp8=fp8)
-        self._launches.sort(d, self._patience_ticks, fp8=fp8)
-        self._launches.gather(x, d, fp8=fp8)
+        d, at_once = self._new_dispatch(ids, self.hidden), self._is_at_once(DISPATCH, len(x))
+        self._launches.send(x, d, None, self._patience_ticks, fp8=fp8, at_once=at_once)
+        if not at_once:
+            self._launches.sort(d, self._patience_ticks, fp8=fp8)
+            self._launches.gather(x, d, fp8=fp8)
         return d
+
+    def _is_at_once(self, kind: str, tokens: int) -> bool:
+        """Return whether this rank makes its part of an exchange of so many tokens in one launch."""
+        if tokens > MOST_TOKENS_AT_ONCE:
+            return False
+        if self._one_launch is not None:
+            return self._one_launch
+        # To place the rows of peers with many tokens in one launch is slow: no default where there may be.
+        ways = (True, False) if self.tokens_per_rank <= MOST_TOKENS_AT_ONCE else (False, True)
+        key = (size_class(tokens), self.hidden, self.topk, self.experts, self.world_size)
+        return tunable(f"ep {kind} in one launch", ways, key=key)
 
     def _dispatch_matmul(self, x: torch.Tensor, weight: torch.Tensor, topk_ids: torch.Tensor) -> Dispatched:
         ids = topk_ids.detach().contiguous()
         d = self._new_dispatch(ids, weight.shape[1])
-        self._launches.send(x, ids, None, to_all=True)
+        self._launches.send(x, d, None, self._patience_ticks, to_all=True)
         self._launches.sort(d, self._patience_ticks)
         self._launches.multiply(None, weight, d, d.rows)
         return d
@@ -238,8 +258,14 @@ class ExpertParallel(NumberedCalls):
     def _combine(
         self, rows: torch.Tensor, d: Dispatched, topk_weights: torch.Tensor, out: torch.Tensor | None
     ) -> torch.Tensor:
-        self._launches.give_back(rows, d)
-        return self._add(rows, d, topk_weights, out)
+        weights, sums = topk_weights.detach().contiguous(), self._new_sums(d, out)
+        given = (rows, d, weights, sums, self._patience_ticks)
+        if self._is_at_once(COMBINE, len(sums)):
+            self._launches.combine(*given, returns=True, sums=True)
+        else:
+            self._launches.combine(*given, returns=True, sums=False)
+            self._launches.combine(*given, returns=False, sums=True)
+        return sums if out is None else out
 
     def _matmul_combine(
         self,
@@ -249,25 +275,22 @@ class ExpertParallel(NumberedCalls):
         topk_weights: torch.Tensor,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
+        weights, sums = topk_weights.detach().contiguous(), self._new_sums(d, out)
         self._launches.multiply(rows, weight, d, None)
-        return self._add(None, d, topk_weights, out)
+        self._launches.combine(None, d, weights, sums, self._patience_ticks, returns=False, sums=True)
+        return sums if out is None else out
 
-    def _add(
-        self, rows: torch.Tensor | None, d: Dispatched, topk_weights: torch.Tensor, out: torch.Tensor | None
-    ) -> torch.Tensor:
-        sums = self._launches.new_rows(0).new_empty((len(d.topk_ids), self.hidden))
-        self._launches.add(rows, d, _in_float32(topk_weights), sums, self._patience_ticks)
-        if out is None:
-            return sums
-        out.detach().copy_(sums)
-        return out
+    def _new_sums(self, d: Dispatched, out: torch.Tensor | None) -> torch.Tensor:
+        if out is not None:
+            return out.detach()
+        return self._launches.new_rows(0).new_empty((len(d.topk_ids), self.hidden))
 
     def _combine_backward(
         self, grad: torch.Tensor, rows: torch.Tensor, d: Dispatched, topk_weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        weights = _in_float32(topk_weights)
+        weights = topk_weights.detach().to(torch.float32).contiguous()
         of_rows, of_weights = self._launches.new_rows(self.hidden), torch.empty_like(weights)
-        self._launches.send(grad, d.topk_ids, weights)
+        self._launches.send(grad, d, weights, self._patience_ticks)
         self._launches.grade(grad, rows, d, of_rows, self._patience_ticks)
         self._launches.collect(d.topk_ids, of_weights, self._patience_ticks)
         return of_rows, of_weights.to(topk_weights.dtype)
@@ -373,7 +396,3 @@ class ExpertParallel(NumberedCalls):
             return f"rank {peer} did {there}dispatch in fp8, this rank did {here}so: pass fp8 on all or none"
         what = {NOT_DISPATCHED.value: "dispatch its tokens", NOT_RETURNED.value: "return its rows"}
         return f"rank {peer} did not {what[failure.kind]} in time"
-
-
-def _in_float32(weights: torch.Tensor) -> torch.Tensor:
-    return weights.detach().to(torch.float32).contiguous()

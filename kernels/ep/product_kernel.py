@@ -11,7 +11,7 @@ from ..moe.launch import CPU_TILES, GPU_TILES
 from ..moe.products import Weight, describe_weight
 from ..products import store_rows
 from ..tiles import grouped_tile
-from .slots import DISPATCHED, RETURNED, end_exchange, exchange, is_last_program, raise_flags, rank_of
+from .slots import DISPATCHED, RETURNED, SENT, end_exchange, exchange, is_last, raise_flags, rank_of
 
 CANDIDATES = CPU_TILES if INTERPRETED else GPU_TILES
 
@@ -103,5 +103,5 @@ def multiply_rows(
         store_rows(acc, to_ptr, real, col, N, EPILOGUE_SUBTILE)
     if FROM_SLOTS:
         end_exchange(state_ptr, DISPATCHED)
-    if TO_PEERS and is_last_program(state_ptr, RETURNED):
+    if TO_PEERS and is_last(state_ptr, 1, RETURNED, SENT):
         raise_flags(tables_ptr + WORLD, flags_ptr, state_ptr, rank, RETURNED, WORLD)

@@ -16,17 +16,20 @@ What a rank holds, in symmetric memory, two of each, used in turns:
 A dispatch is four launches on the caller's stream:
 
     send_tokens    each token to every rank that has one of its experts, once; ids and count to all.
-                   The last program raises the flag of this dispatch on every peer
+                   The program that counts last raises the flag of this dispatch on every rank
     count_choices  waits for the flags of all peers; counts the choices of each expert, by segments
     place_choices  the place of each choice: by expert, then source rank and token; `sources`, `offsets`
     gather_rows    copies each row to its place; or `multiply_rows` multiplies the rows where they lie
 
-and a combine two: `return_rows` stores each row to the rank of its token, or `multiply_rows` each product;
-`sum_rows` waits for all peers and adds the rows of a token, weighted, in float32 in the order of its choices.
-The backward pass of a combine is `send_tokens` of the gradients, `grade_rows` and `collect_dots`.
+and a combine two: `combine_rows` stores each row to the rank of its token, or `multiply_rows` each product;
+`combine_rows` waits for all peers and adds the rows of a token, weighted, in float32 in the order of its
+choices. The backward pass of a combine is `send_tokens` of the gradients, `grade_rows` and `collect_dots`.
 
-[Note: complete before it is counted] A program counts itself, with a release, behind its stores; the one that
-counts last has acquired the counts of all, and releases the flag at the scope of the system.
+Of few tokens `send_tokens` is the whole dispatch, and one `combine_rows` the whole combine. Peers cannot
+tell: slots and flags are the same, so each rank chooses by itself.
+
+[Note: complete before it is counted] A program counts what it has sent, with a release, behind its stores;
+the one that counts last has acquired the counts of all, and releases the flag at the scope of the system.
 
 [Note: two slots take turns] Rank r writes slot c % 2 of rank p in exchange c of a kind.
 Before, r waited in exchange c - 1 for p's flag of c - 1, which p raised behind its exchange c - 2, in the
@@ -34,6 +37,13 @@ order of its stream: all reads of that slot had ended.
 
 [Note: an exchange ends] Kernels that store wait for nothing. Kernels that wait come behind the own stores, so
 that no peer waits for a program that finds no room. Every wait is bounded: see `signals`.
+
+[Note: in one launch] What a launch sends is divided into as many shares as it has programs, which claim them
+one by one. A program waits once none is left: all have been claimed by programs that have begun, and those
+send without waiting. So the flag rises, with room for one program on each rank. Behind the wait no program
+needs another of its launch: of a dispatch each finds the places of its own rows, by counting all choices
+that come before them, as ids lie in this rank's slot, too, behind its own flag. Nobody claims any more when
+the last program ends; it puts the counters back.
 
 [Note: an exchange is lost once] All programs must find the same peers lost: one that counts the choices of
 a peer, and another that places none of them, would leave rows without a source. So the flag decides. A peer
@@ -47,6 +57,7 @@ The number of an exchange is counted on the device, by its last kernel: eager ca
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import triton
@@ -62,7 +73,10 @@ OVER_CAPACITY, OTHER_FORMAT = tl.constexpr(3), tl.constexpr(4)
 DISPATCHED, RETURNED = tl.constexpr(0), tl.constexpr(1)  # kinds of exchanges: rows of `flags` and of `state`
 SCALED = tl.constexpr(128)  # elements of a row in fp8 that share a scale
 LARGEST_FP8 = tl.constexpr(448.0)
-DONE, TICKET = tl.constexpr(0), tl.constexpr(1)  # columns of `state`: exchanges that ended, and programs
+# Columns of `state`: exchanges that have ended; of the launch under way, programs at its end, shares that
+# have been sent, and shares that programs have claimed.
+DONE, ENDED, SENT, CLAIMED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+COLUMNS = tl.constexpr(4)
 
 
 def _candidates(*of_each: tuple[int, int]) -> list[triton.Config]:
@@ -76,9 +90,12 @@ def _candidates(*of_each: tuple[int, int]) -> list[triton.Config]:
 CANDIDATES = _candidates((2, 8), (1, 8), (4, 4), (8, 4), (1, 16), (4, 8))
 
 
-def tuned(kernel: Any) -> Any:
-    """Return the kernel, tuned in context; its peers wait for one launch of it."""
-    return triton.autotune(CANDIDATES, key=["size_class", "H", "WORLD"], do_bench=take_first)(kernel)
+def tuned(*forms: str) -> Callable[[Any], Any]:
+    """Return a decorator of kernels that are tuned in context, for each of their forms.
+
+    Their peers wait for one launch of them.
+    """
+    return triton.autotune(CANDIDATES, key=["size_class", "H", "WORLD", *forms], do_bench=take_first)
 
 
 @triton.jit
@@ -90,39 +107,45 @@ def address(table_ptr, peer, like_ptr):
 @triton.jit
 def exchange(state_ptr, KIND: tl.constexpr):
     """Return the number of the exchange under way."""
-    return tl.load(state_ptr + KIND * 2 + DONE) + 1
+    return tl.load(state_ptr + KIND * COLUMNS + DONE) + 1
 
 
 @triton.jit
-def is_last_program(state_ptr, KIND: tl.constexpr):
-    """Count this program behind its stores; return whether all others have counted.
+def claim(state_ptr, KIND: tl.constexpr):
+    """Return the next share of what a launch sends, see [Note: in one launch]."""
+    return tl.atomic_add(state_ptr + KIND * COLUMNS + CLAIMED, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def is_last(state_ptr, shares, KIND: tl.constexpr, COLUMN: tl.constexpr):
+    """Count so many shares behind this program's stores; return whether it has counted the last one.
 
     See [Note: complete before it is counted].
     """
     tl.debug_barrier()
-    ticket = tl.atomic_add(state_ptr + KIND * 2 + TICKET, 1, sem="acq_rel", scope="gpu")
-    is_last = ticket == tl.num_programs(0) - 1
+    counted = tl.atomic_add(state_ptr + KIND * COLUMNS + COLUMN, shares, sem="acq_rel", scope="gpu")
+    is_last = (shares > 0) & (counted + shares == tl.num_programs(0))
     if is_last:
-        tl.store(state_ptr + KIND * 2 + TICKET, 0)
+        tl.store(state_ptr + KIND * COLUMNS + COLUMN, 0)
     return is_last
 
 
 @triton.jit
 def end_exchange(state_ptr, KIND: tl.constexpr):
     """End the exchange in the last program of its last kernel."""
-    if is_last_program(state_ptr, KIND):
-        tl.store(state_ptr + KIND * 2 + DONE, exchange(state_ptr, KIND))
+    if is_last(state_ptr, 1, KIND, ENDED):
+        tl.store(state_ptr + KIND * COLUMNS + CLAIMED, 0)
+        tl.store(state_ptr + KIND * COLUMNS + DONE, exchange(state_ptr, KIND))
 
 
 @triton.jit
 def raise_flags(flags_table_ptr, flags_ptr, state_ptr, rank, KIND: tl.constexpr, WORLD: tl.constexpr):
-    """Raise this rank's flag, behind all stores of this program, on all peers that have not given it up."""
+    """Raise this rank's flag, behind all stores of this program, where nobody has given it up; here last."""
     number = exchange(state_ptr, KIND)
-    for peer in range(0, WORLD):
-        if peer != rank:
-            flag_ptr = address(flags_table_ptr, peer, flags_ptr) + KIND * WORLD + rank
-            tl.debug_barrier()
-            tl.atomic_cas(flag_ptr, number - 1, number, sem="release", scope=SYSTEM)
+    for step in range(0, WORLD):
+        flag_ptr = address(flags_table_ptr, (rank + 1 + step) % WORLD, flags_ptr) + KIND * WORLD + rank
+        tl.debug_barrier()
+        tl.atomic_cas(flag_ptr, number - 1, number, sem="release", scope=SYSTEM)
 
 
 @triton.jit

@@ -7,14 +7,14 @@ import torch.distributed as dist
 from operation_runs import device
 
 from dist_autotune.kernels.ep import ExpertParallel
-from dist_autotune.kernels.ep.combine_kernels import grade_rows, return_rows, sum_rows
+from dist_autotune.kernels.ep.combine_kernels import combine_rows, grade_rows
 from dist_autotune.kernels.ep.dispatch_kernels import gather_rows, send_tokens
 from dist_autotune.kernels.ep.product_kernel import CANDIDATES as PRODUCTS
 from dist_autotune.kernels.ep.product_kernel import multiply_rows
 from dist_autotune.kernels.ep.slots import CANDIDATES
 
 HIDDEN, TOKENS = 32, 24
-TUNED = (send_tokens, gather_rows, return_rows, sum_rows, grade_rows)
+TUNED = (send_tokens, gather_rows, combine_rows, grade_rows)
 
 
 def opened(experts: int = 6, topk: int = 2, dtype=torch.float32, **options) -> ExpertParallel:

@@ -16,7 +16,7 @@ from expert_parallel_runs import (
     own_part,
     routing,
 )
-from operation_runs import Cases, assert_cases, device, on_ranks, synchronize
+from operation_runs import Cases, assert_cases, device, on_ranks, synchronize, tuned_in_context
 
 from dist_autotune.kernels.ep import ExpertParallel
 from dist_autotune.kernels.ep import launches as ep_launches
@@ -79,11 +79,11 @@ def _round_trips(rank: int) -> Cases:
     dtype = torch.float32 if device() == "cpu" else torch.bfloat16
     near = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 2e-2}
 
-    def case(kind: str, topk: int, counts: list[int], leave: bool):
+    def case(kind: str, topk: int, counts: list[int], leave: bool, one_launch: bool | None = None):
         def run() -> bool:
-            if leave:  # another candidate on each rank
+            if leave:  # another candidate and another way on each rank
                 leave_one_candidate(rank)
-            with opened(2 * world, topk, dtype) as op:
+            with opened(2 * world, topk, dtype, one_launch=rank % 2 == 0 if leave else one_launch) as op:
                 for turn in range(3):  # with other inputs, back to back; the last as a captured call goes
                     op._is_capturing = (lambda: True) if turn == 2 and device() == "cpu" else op._is_capturing
                     tokens = counts[(rank + turn) % len(counts)]
@@ -113,7 +113,7 @@ def _round_trips(rank: int) -> Cases:
     cases = {
         "other candidates": case("any", 3, [TOKENS, 5, 11], True),
         "a rank without tokens": case("any", 2, [0, TOKENS], False),
-        "dropped": case("dropped", 2, [TOKENS, 3], False),
+        "dropped": case("dropped", 2, [TOKENS, 3], False, False),
         "skewed": case("skewed", 2, [TOKENS, 8], False),
     }
     if world == 2:
@@ -302,7 +302,7 @@ class HeldUp:
 
 @on_ranks(2, timeout_s=60)
 def test_a_call_that_a_peer_has_made_stays_right_when_that_peer_leaves_amid_it(rank, monkeypatch):
-    op = opened()
+    op = opened(one_launch=rank == 1)
     x, ids = torch.randn(TOKENS, HIDDEN), routing("any", TOKENS, 6, 2)
     if rank == 0:  # between its counting and its placing
         monkeypatch.setattr(ep_launches, "place_choices", HeldUp(ep_launches.place_choices, synchronize))
@@ -316,7 +316,7 @@ def test_a_call_that_a_peer_has_made_stays_right_when_that_peer_leaves_amid_it(r
 
 @on_ranks(2, timeout_s=60)
 def test_a_peer_that_comes_when_it_is_given_up_stays_given_up_in_that_call(rank, monkeypatch):
-    op = opened()
+    op = opened(one_launch=rank == 1)
     if rank == 0:
         op._patience_ticks = as_patience(0.3)
     x, ids = torch.randn(TOKENS, HIDDEN), torch.zeros(TOKENS, 2, dtype=torch.int64)  # all to rank 0
@@ -346,7 +346,7 @@ def test_rows_whose_sources_never_came_are_not_followed(rank):
         d.sources[::2] = torch.tensor([-1, -(2**31), 2**31 - 1, TOKENS * 2, TOKENS * 2 - 1, -2]).repeat(4)
         launches, patience_ticks = op._launches, as_patience(1.0)
         launches.gather(x, d)
-        launches.give_back(d.rows, d)
+        launches.combine(d.rows, d, torch.ones(12, 2), x, patience_ticks, returns=True, sums=True)
         launches.grade(x, d.rows, d, torch.empty_like(d.rows), patience_ticks)
         weight = torch.randn(6, HIDDEN, HIDDEN)
         launches.multiply(None, weight, d, torch.empty_like(d.rows))
@@ -354,12 +354,42 @@ def test_rows_whose_sources_never_came_are_not_followed(rank):
 
 
 @on_ranks(2, timeout_s=60)
-def test_a_rank_that_does_not_come_is_named(rank):
-    op = opened()
+@pytest.mark.parametrize("one_launch", [True, False])
+@pytest.mark.parametrize("kind", ["dispatch", "combine"])
+def test_a_rank_that_does_not_come_is_named(rank, kind, one_launch):
+    op = opened(one_launch=one_launch)
+    x, ids, weights = torch.randn(4, HIDDEN), torch.tensor([[0, 5]] * 4), torch.ones(4, 2)
+    if kind == "combine":
+        d = op.dispatch(x, ids)
     op._patience_ticks = as_patience(0.3)
-    if rank == 1:
-        x, ids = torch.randn(4, HIDDEN), torch.zeros(4, 2, dtype=torch.int64)
+    if rank == 1 and kind == "dispatch":
         with pytest.raises(TimeoutError, match="rank 0 did not dispatch its tokens in time"):
             op.dispatch(x, ids)
+    elif rank == 1:
+        sums = torch.zeros(4, HIDDEN)
+        with pytest.raises(TimeoutError, match="rank 0 did not return its rows in time"):
+            op.combine(d.rows, d, weights, sums)
+        assert sums.isnan().all()  # of which rank 0 has one row each
     synchronize()
     op.abandon()
+
+
+@on_ranks(2, timeout_s=90)
+def test_the_way_of_few_tokens_is_tuned_by_each_rank_unless_it_is_fixed(rank):
+    for one_launch in (None, rank == 0):
+        with opened(one_launch=one_launch) as op:
+
+            def call(op=op) -> bool:
+                x, ids, weights = torch.randn(9, HIDDEN), routing("any", 9, 6, 2), torch.rand(9, 2)
+                d = op.dispatch(x, ids)
+                y = op.combine(scaled(op, d), d, weights)
+                torch.testing.assert_close(y, weighted_sums(x, ids, weights, 6, lambda ids: ids + 1))
+                return True
+
+            step, _ = tuned_in_context(call)
+            step()
+            found = {each.kernel for each in step.report.contexts if each.kernel.startswith("ep ")}
+        ways = {"ep dispatch in one launch", "ep combine in one launch"}
+        assert found == (ways if one_launch is None else set())
+    with pytest.raises(ValueError, match="one_launch is 'yes'; it is True, False, or None, which tunes it"):
+        opened(one_launch="yes")
