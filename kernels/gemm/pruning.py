@@ -51,10 +51,9 @@ def estimated_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
     """Return about how many clocks a call takes with a config; kwargs are the config's, args the kernel's."""
     variant, tiles, args = kwargs["VARIANT"], count_tiles(kwargs, args), as_tiled(kwargs, args)
     programs = args["programs"]
-    width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
     k_blocks = triton.cdiv(args["K"], kwargs["BLOCK_K"])
     k_block = max(multiply_clocks(kwargs), load_clocks(kwargs, args))
-    store = kwargs["BLOCK_M"] * width * out_bytes(args) / STORE_BYTES_PER_CLOCK + STORE_LATENCY
+    store = kwargs["BLOCK_M"] * _width(kwargs) * out_bytes(args) / STORE_BYTES_PER_CLOCK + STORE_LATENCY
     exposed = 0 if variant == "pingpong" else store
     work = triton.cdiv(tiles, programs) * (k_blocks * k_block + exposed)
     memory = memory_clocks(kwargs, args, min(tiles, programs))
@@ -83,9 +82,8 @@ def multiply_clocks(kwargs: dict[str, Any]) -> float:
 
 def load_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
     """Return the clocks in which an SM loads one k block; rows beyond the edges cost nothing."""
-    width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
     a_rows = min(kwargs["BLOCK_M"], args["M"]) * slowed(args["a_alignment"])
-    b_rows = min(width, args["N"]) * slowed(args["b_alignment"])
+    b_rows = min(_width(kwargs), args["N"]) * slowed(args["b_alignment"])
     return (a_rows + b_rows) * kwargs["BLOCK_K"] * 2 / L2_BYTES_PER_CLOCK
 
 
@@ -99,7 +97,7 @@ def slowed(alignment: int) -> float:
 def memory_clocks(kwargs: dict[str, Any], args: dict[str, Any], busy: int) -> float:
     """Return the clocks of memory for A, B and C, where `busy` SMs each ask for a ring of buffers at once."""
     m, n, k = args["M"], args["N"], args["K"]
-    rows = min(kwargs["BLOCK_M"], m) + min(kwargs["BLOCK_N"] + kwargs["EXTRA_N"], n)
+    rows = min(kwargs["BLOCK_M"], m) + min(_width(kwargs), n)
     in_flight = busy * kwargs["NUM_BUFFERS"] * rows * kwargs["BLOCK_K"] * 2
     speed = min(MEMORY_BYTES_PER_CLOCK, in_flight / MEMORY_LATENCY)
     return (2 * (m + n) * k + out_bytes(args) * m * n) / speed
@@ -130,58 +128,52 @@ def is_wanted(kwargs: dict[str, Any], wanted: str) -> bool:
     return wanted in ("auto", variant) or (wanted == "warp_specialized" and variant in PARTS)
 
 
+def suits(kwargs: dict[str, Any], args: dict[str, Any]) -> bool:
+    """Return whether a config can run with the call's layouts, and no tile begins inside a gate's columns."""
+    is_whole = (
+        kwargs["SWAP_AB"] or _width(kwargs) % (GATE_BLOCK * sums_of_a_result(args.get("ACTIVATION"))) == 0
+    )
+    return bool(is_whole and (not kwargs["JOINED"] or (args["TRANS_B"] and not args["TRANS_A"])))
+
+
 def saves_tiles(kwargs: dict[str, Any], args: dict[str, Any]) -> bool:
     """Return whether swapped tiles are fewer than the same ones unswapped; True for unswapped ones."""
-    if not kwargs["SWAP_AB"]:
-        return True
-    return count_tiles(kwargs, args) < count_tiles({**kwargs, "SWAP_AB": False}, args)
+    unswapped = {**kwargs, "SWAP_AB": False}
+    return not kwargs["SWAP_AB"] or count_tiles(kwargs, args) < count_tiles(unswapped, args)
 
 
 def no_wider_than_need_be(configs: list[triton.Config], args: dict[str, Any]) -> list[triton.Config]:
     """Leave out tiles of any width if narrower ones, alike in all else, are as many."""
     narrowest: dict[tuple[Any, ...], int] = {}
-    for config in configs:
-        alike = (*_kind(config), count_tiles(config.kwargs, args))
-        narrowest[alike] = min(_width(config), narrowest.get(alike, _width(config)))
-    return [
-        config
-        for config in configs
-        if not config.kwargs["JOINED"]
-        or _width(config) == narrowest[*_kind(config), count_tiles(config.kwargs, args)]
-    ]
+    alike = [(*_kind(config.kwargs), count_tiles(config.kwargs, args)) for config in configs]
+    widths = [_width(config.kwargs) for config in configs]
+    for kind, width in sorted(zip(alike, widths, strict=True), key=lambda each: each[1]):
+        narrowest.setdefault(kind, width)
+    found = zip(configs, alike, widths, strict=True)
+    return [each for each, kind, width in found if not each.kwargs["JOINED"] or width == narrowest[kind]]
 
 
-def _kind(config: triton.Config) -> tuple[Any, ...]:
+def _kind(kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Return the fields of tiles of any width, but for the width."""
-    names = ("JOINED", "VARIANT", "BLOCK_M", "SWAP_AB", "GROUP_M", "STORE_N")
-    return tuple(config.kwargs[name] for name in names)
+    return tuple(kwargs[name] for name in ("JOINED", "VARIANT", "BLOCK_M", "SWAP_AB", "GROUP_M", "STORE_N"))
 
 
-def _width(config: triton.Config) -> int:
-    return int(config.kwargs["BLOCK_N"] + config.kwargs["EXTRA_N"])
-
-
-def suits(kwargs: dict[str, Any], args: dict[str, Any]) -> bool:
-    """Return whether a config can run with the call's layouts, and no tile begins inside a gate's columns."""
-    width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
-    is_whole = kwargs["SWAP_AB"] or width % (GATE_BLOCK * sums_of_a_result(args.get("ACTIVATION"))) == 0
-    return bool(is_whole and (not kwargs["JOINED"] or (args["TRANS_B"] and not args["TRANS_A"])))
+def _width(kwargs: dict[str, Any]) -> int:
+    return int(kwargs["BLOCK_N"] + kwargs["EXTRA_N"])
 
 
 def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: Any) -> list[triton.Config]:
     """Return the candidates of the Gluon body that this call can use."""
     args = in_words({**named_args, **kwargs})
-    limit = shared_memory_bytes()
-    wanted = NAMES[args["wanted"]]
+    limit, on_blackwell, wanted = shared_memory_bytes(), args["TENSOR_MEMORY"], NAMES[args["wanted"]]
     usable = [
         config
         for config in configs
         if is_wanted(config.kwargs, wanted)
-        and fits(config, out_bytes(args), limit, tensor_memory=args["TENSOR_MEMORY"])
+        and (wanted != "auto" or config.kwargs["VARIANT"] not in NEVER_BEST)
+        and fits(config, out_bytes(args), limit, tensor_memory=on_blackwell)
         and suits(config.kwargs, args)
     ]
-    if wanted == "auto":
-        usable = [config for config in usable if config.kwargs["VARIANT"] not in NEVER_BEST] or usable
     usable = [config for config in usable if saves_tiles(config.kwargs, args)] or usable
     usable = no_wider_than_need_be(usable, args)
     small = []
@@ -189,16 +181,17 @@ def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: An
         kind = [config for config in usable if config.kwargs["SWAP_AB"] == swap_ab]
         sizes = as_tiled({"SWAP_AB": swap_ab}, args)
         small += not_too_large(kind, BLOCK_M=sizes["M"], BLOCK_N=sizes["N"], BLOCK_K=sizes["K"])
-    return small if args["TENSOR_MEMORY"] else most_promising(small, args)
+    return small if on_blackwell else most_promising(small, args)
 
 
 def most_promising(configs: list[triton.Config], args: dict[str, Any]) -> list[triton.Config]:
-    """Return the MOST_TRIALS configs that the estimate puts first, in its order."""
+    """Return the MOST_TRIALS configs that the estimate puts first, in its order; few widths of a kind."""
     promising = []
     widths: Counter[tuple[Any, ...]] = Counter()
     for config in sorted(configs, key=lambda config: estimated_clocks(config.kwargs, args)):
-        widths[_kind(config)] += 1
-        if not config.kwargs["JOINED"] or widths[_kind(config)] <= MOST_WIDTHS:
+        kind = _kind(config.kwargs)
+        widths[kind] += 1
+        if not config.kwargs["JOINED"] or widths[kind] <= MOST_WIDTHS:
             promising.append(config)
     return promising[:MOST_TRIALS]
 

@@ -31,7 +31,7 @@ HOPPER_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
         {"bias": "fp32", "bias_along": "row", "activation": "silu"},
     ),
     "SwiGLU": (candidate("cooperative"), {"activation": "swiglu"}),
-    "GLU by tanh, 160 wide": (candidate("pingpong", EXTRA_N=32), {"out": "fp32", "activation": "geglu_tanh"}),
+    "GLU by tanh, 192 wide": (candidate("pingpong", EXTRA_N=64), {"out": "fp32", "activation": "geglu_tanh"}),
     "fp8, rows through registers": (
         candidate("cooperative", BLOCK_M=128, EXTRA_N=32),
         {"dtype": "fp8e4nv", "scaled": True, "bias": "bf16", "activation": "gelu_tanh"},
