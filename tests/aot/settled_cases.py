@@ -99,7 +99,7 @@ class MemoryOfAGroup(SymmetricMemory):
 
 @dataclass(frozen=True)
 class Call:
-    """What a call depends on; pads and shifts, in elements, are of tensors by their names in the kernel."""
+    """What a call depends on."""
 
     rows: int = 64
     n: int = 256
@@ -113,8 +113,6 @@ class Call:
     upcasts: bool = False
     by_columns: bool = False
     options: tuple[str, ...] = ()  # further arguments, see OPTIONS
-    pads: tuple[tuple[str, int], ...] = ()
-    shifts: tuple[tuple[str, int], ...] = ()
 
 
 CAPACITY = 1024
@@ -144,8 +142,6 @@ class RunsCaller:
         if case.by_columns:
             weight = weight.mT.contiguous().mT
         given = {"a": left, "b": weight, "c": runs.new_out(op, self.rows, (left, weight, *rest))}
-        for name in {*dict(case.pads), *dict(case.shifts)}:
-            given[name] = lying(given[name], dict(case.pads).get(name, 0), dict(case.shifts).get(name, 0))
         if case.dtype == FP8:
             given["c"] = given["c"].bfloat16()
         self.tensors = {name: given[name] for name in names}
@@ -160,56 +156,29 @@ class RunsCaller:
             self.runs.call(self.operation, self._operands, self._out, self.rows)
 
 
-def lying(tensor: torch.Tensor, pad: int, shift: int) -> torch.Tensor:
-    """Return zeros of that shape, whose rows are `pad` elements apart, `shift` behind an aligned address."""
-    *outer, columns = tensor.shape
-    return matrix(tensor.numel() // columns, columns, tensor.dtype, pad, shift).unflatten(0, outer)
-
-
 OPTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], dict[str, Any]]] = {
     "addend": lambda a, b: {"addend": torch.zeros(len(a), len(b), dtype=a.dtype)},
     "bias": lambda a, b: {"bias": torch.zeros(len(b), dtype=a.dtype)},
-    "bias in float32": lambda a, b: {"bias": torch.zeros(len(b))},
     "gelu": lambda a, b: {"activation": "gelu"},
     "scales of rows": lambda a, b: {"scale_a": torch.ones(len(a))},
     "scales of columns": lambda a, b: {"scale_weight": torch.ones(len(b))},
 }
-IN_FP8 = {"fp8": {"dtype": FP8}} | {
-    f"fp8, {', '.join(which)}": {"dtype": FP8, "options": which}
-    for which in (("scales of rows",), ("scales of columns",), ("scales of rows", "scales of columns"))
-}
+IN_FP8 = {"fp8": {"dtype": FP8, "options": ("scales of rows", "scales of columns")}}
 CHANGES: dict[str, dict[str, Any]] = {
-    "rows": {"rows": 48},
     "rows of another class": {"rows": 75},
-    "columns": {"n": 192},
     "columns that are no multiple of 16": {"n": 250},
-    "inner dimension": {"k": 192},
     "inner dimension that TMA cannot address": {"k": 100},
-    "float16": {"dtype": torch.float16},
-    "world size": {"world": 4},
-    "number of programs": {"programs": 3},
     "no TMA": {"has_tma": False},
-    "products in float32": {"upcasts": True},
     "a weight by columns": {"by_columns": True},
 }
 OF_SUMS = IN_FP8 | {"an addend": {"options": ("addend",)}}
-OF_ROWS = {name: change for name, change in IN_FP8.items() if "rows" not in name}  # they always have scales
-OF_ROWS |= {name: {"options": (name,)} for name in ("bias", "bias in float32", "gelu")}
-OF_EXPERTS = {"experts": {"experts": 3}, "one expert": {"experts": 1}}
-
-
-def changes_of(names: str) -> dict[str, dict[str, Any]]:
-    """Return changes of how these tensors lie: rows apart, by whole 16 bytes and not; odd addresses."""
-    found = {
-        f"the pitch of {name}, {pad} more": {"pads": ((name, pad),)} for name in names for pad in (64, 1)
-    }
-    return found | {f"the address of {name}": {"shifts": ((name, 1),)} for name in names}
+OF_ROWS = {"fp8": {"dtype": FP8, "options": ("scales of columns",)}}  # rows always have scales
+OF_ROWS |= {name: {"options": (name,)} for name in ("bias", "gelu")}
 
 
 def _of_runs(runs: Runs, module: Any, names: str, tiles: Any, others: Any, **given: Any) -> Launches:
     """Return how an operation launches whose kernel is given the tensors `names` of its caller."""
-    own = {of_gather: OF_ROWS, of_scatter: OF_SUMS}.get(module, OF_EXPERTS)
-    changes = CHANGES | changes_of(names) | own
+    changes = CHANGES | {of_gather: OF_ROWS, of_scatter: OF_SUMS}.get(module, {})
     return Launches(
         runs.kernel,
         module,
@@ -267,9 +236,8 @@ WITH_DESCRIPTORS = {
 
 # ---- warp-specialised kernels, whose descriptors the host makes
 
-OF_TMA = {name: CHANGES[name] for name in ("columns", "inner dimension", "float16", "world size")}
-OF_TMA |= {name: CHANGES[name] for name in ("number of programs", "a weight by columns")}
-OF_TMA |= {"rows": {"rows": 160}, "rows of another class": {"rows": 300}}
+OF_TMA: dict[str, dict[str, Any]] = {"rows of another class": {"rows": 300}}
+OF_TMA |= {"a weight by columns": CHANGES["a weight by columns"]}
 
 
 def _of_specialized(
@@ -295,7 +263,6 @@ def _of_specialized(
     )
 
 
-OF_ADDENDS = {"an addend": OF_SUMS["an addend"]}
 SPECIALIZED = {
     "AllGatherGemm, specialized": _of_specialized(
         GatheringRows(consumer="specialized", pieces=1),
@@ -304,7 +271,11 @@ SPECIALIZED = {
         OF_ROWS,
     ),
     "GemmReduceScatter, specialized": _of_specialized(
-        SCATTERING_SUMS, of_specialized_scatter, "abc", OF_ADDENDS, of_specialized_scatter.blocks_of_all
+        SCATTERING_SUMS,
+        of_specialized_scatter,
+        "abc",
+        {"an addend": OF_SUMS["an addend"]},
+        of_specialized_scatter.blocks_of_all,
     ),
 }
 
@@ -328,17 +299,11 @@ class Rows:
 
 
 CHANGES_OF_ROWS = {
-    "rows": {"m": 5},
-    "columns": {"n": 192, "pads": (64, 64)},
     "columns that are no multiple of 16": {"n": 250},
-    "float16": {"dtype": torch.float16},
-    "world size": {"world": 4},
-    "number of programs": {"programs": 3},
     "no norm": {"has_norm": False},
-    "a stride of the residual": {"pads": (64, 0)},
-    "a stride of out": {"pads": (0, 64)},
-    "a stride of out, no multiple of 16": {"pads": (0, 1)},
-} | {f"alignment of {each}": {"shifted": frozenset({each})} for each in ("residual", "weight", "out")}
+    "strides of the residual and of out": {"pads": (64, 1)},
+    "alignment of out": {"shifted": frozenset({"out"})},
+}
 
 
 class RowsCaller:
@@ -398,15 +363,7 @@ class Products:
     rank: int = 1
 
 
-CHANGES_OF_PRODUCTS = {
-    "rows": {"m": 17},
-    "columns": {"n": 250},
-    "inner dimension": {"k": 80},
-    "float16": {"dtype": torch.float16},
-    "world size": {"world": 4},
-    "a stride of a": {"pads": (8, 0)},
-    "a stride of the weight": {"pads": (0, 8)},
-}
+CHANGES_OF_PRODUCTS = {"inner dimension": {"k": 80}, "strides of a and the weight": {"pads": (8, 16)}}
 
 
 class ProductCaller:

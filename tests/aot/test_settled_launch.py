@@ -64,15 +64,12 @@ def asked(world: World, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 # ---- what is launched
 
 
-def test_no_call_takes_what_was_remembered_of_another_and_each_is_launched_as_the_long_way(world, asked):
-    callers = {label: world.caller(case) for label, case in world.of.cases.items()}
-    long = {}
-    for number, (label, caller) in enumerate(callers.items(), 1):
-        long[label] = world.compared(world.launched(caller))
-        assert len(asked) == number, f"{label} took the launch of another"
-    for label in reversed(callers):
-        assert world.compared(world.launched(callers[label])) == long[label], label
-    assert len(asked) == len(callers)  # the short way
+def test_each_call_is_launched_the_short_way_as_the_long_way(world, asked):
+    for number, (label, case) in enumerate(world.of.cases.items(), 1):
+        caller = world.caller(case)
+        long = world.compared(world.launched(caller))
+        assert world.compared(world.launched(caller)) == long, label
+        assert len(asked) == number, label
 
 
 def test_another_operation_launches_with_its_own_tensors_and_rank_and_shares_what_is_tuned(world):
