@@ -1,7 +1,7 @@
 """GEMM + reduce-scatter: ours against cuBLAS and NCCL in sequence, torch's fused operation, the parts alone.
 
     ./launch.sh -m benchmarks.gemm_rs [--m M] [--n N] [--k K] [--shapes few|public|wide] [--fp8]
-                                      [--json FILE]
+                                      [--by-stores] [--json FILE]
 
 M is the number of rows, K the inner dimension of all ranks together: each multiplies [M, K / W] by
 [K / W, N]. Ours is `GemmReduceScatter`, tuned first, inside `contextual_autotune(is_dist=True)`.
@@ -9,6 +9,7 @@ M is the number of rows, K the inner dimension of all ranks together: each multi
     ours                 eager; and as a CUDA graph
     ours, by replays     as a graph, tuned with objective="graph" in a session of its own
     ours, fp8            with --fp8: the same of rows in fp8 with scales; the rounding is not timed
+    ours, by stores      with --by-stores: ours whose kernel stores to the peers
     GEMM + NCCL          torch.matmul, then reduce_scatter_tensor (gloo on CPU ranks)
     own GEMM + NCCL      the same with `persistent_matmul`, tuned in this sequence
     QuACK + NCCL         the same with QuACK's tuned GEMM, where quack-kernels is installed
@@ -69,6 +70,7 @@ LISTS = {"few": FEW, "public": PUBLIC, "wide": WIDE}
 DEFAULT = PUBLIC[0] if ON_GPU else Shape(64, 48, 64)
 SEQUENCE, OWN_GEMM, WITH_QUACK = (f"{gemm} + {COLLECTIVES}" for gemm in ("GEMM", "own GEMM", QUACK))
 OURS_IN_FP8 = f"{OURS}, fp8"
+OURS_BY_STORES = f"{OURS}, by stores"
 OF_FP8 = 0.05  # the error of products whose factors are rounded to 4 bits, relative
 SIZES = {"m": "rows", "n": "columns", "k": "inner dimension of all ranks together"}
 
@@ -85,6 +87,7 @@ BENCHMARK = Benchmark(
         Ratio(of="torch fused", to=OURS, name="fused / ours"),
         Ratio(of=OURS, to="GEMM"),
         Ratio(of=OURS, to=OURS_IN_FP8),
+        Ratio(of=OURS, to=OURS_BY_STORES),
     ],
     limit_s=LIMIT_S,
     needed=(OURS,),
@@ -166,6 +169,24 @@ class InFp8(Tuned):
             held.copy_(new)
 
 
+class ByStores(Tuned):
+    """Ours whose kernel stores its sums into the peers' memory."""
+
+    def __init__(self, problem: Problem, options: argparse.Namespace) -> None:
+        place = {"backend": options.backend, "timeout_s": PATIENCE_S, "collective": False}
+        m, n, self._problem = problem.shape.m, problem.shape.n, problem
+        self.op = op = GemmReduceScatter(m, n, DTYPES[options.dtype], by_stores=True, **place)
+
+        def call() -> torch.Tensor:
+            return op(problem.a, problem.weight, problem.out)
+
+        super().__init__(call, check=op.check, name="gemm_rs benchmark, by stores", retune=options.retune)
+
+    def arms(self) -> list[Arm]:
+        ways = {OURS_BY_STORES: self.eager, f"{OURS_BY_STORES}, graph": self.graph}
+        return [self._problem.arm(name, way) for name, way in ways.items()]
+
+
 # ---- baselines
 
 
@@ -212,6 +233,9 @@ def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Rank
     problem = Problem(shape, dtype, ranks)
     op = GemmReduceScatter(shape.m, shape.n, dtype, backend=options.backend, timeout_s=PATIENCE_S)
     in_fp8 = InFp8(problem, options) if options.fp8 else None
+    further: dict[str, InFp8 | ByStores] = {"tuned_fp8": in_fp8} if in_fp8 else {}
+    if options.by_stores:
+        further["tuned_by_stores"] = ByStores(problem, options)
 
     def call() -> torch.Tensor:
         return op(problem.a, problem.weight, problem.out)
@@ -228,7 +252,7 @@ def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Rank
         problem.arm(OURS, ours.eager),
         problem.arm("ours, graph", ours.graph),
         problem.arm(f"ours, {BY_REPLAYS}", ours.by_replays),
-        *(in_fp8.arms() if in_fp8 else ()),
+        *(arm for each in further.values() for arm in each.arms()),
         *(problem.arm(*way) for baseline in baselines.items() for way in in_both_ways(*baseline)),
         problem.arm("GEMM", lambda: matmul_alone(problem), of_product=True),
         collective_arm(
@@ -244,18 +268,21 @@ def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Rank
         ranks,
         arms,
         refresh=in_fp8.refresh if in_fp8 else problem.refresh,
-        tuned={"tuned": ours, "tuned_own_gemm": own} | ({"tuned_fp8": in_fp8} if in_fp8 else {}),
-        operations=[in_fp8.op, op] if in_fp8 else [op],
+        tuned={"tuned": ours, "tuned_own_gemm": own, **further},
+        operations=[*(each.op for each in further.values()), op],
         dtype=options.dtype,
         symmetric_memory=op.backend,
     )
 
 
 def main() -> None:
-    def add_fp8(parser: argparse.ArgumentParser) -> None:
+    def add_ways(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--fp8", action="store_true", help="time ours of rows in fp8, too")
+        parser.add_argument(
+            "--by-stores", action="store_true", help="time ours that stores to the peers, too"
+        )
 
-    options = parse(__doc__, SIZES, lists=LISTS, default=DEFAULT, shared=("m", "k"), add_more=add_fp8)
+    options = parse(__doc__, SIZES, lists=LISTS, default=DEFAULT, shared=("m", "k"), add_more=add_ways)
     if options.fp8 and options.dtype != "bf16":
         raise SystemExit(f"--fp8 has results in bf16, and --dtype is {options.dtype}; leave one of them out")
     BENCHMARK.start(options, options.shapes, run_shape)

@@ -56,12 +56,14 @@ def claim_number(counter_ptr):
 def reset_counter(counter_ptr, programs):
     """Put the counter back to 0 for the next launch, once every program has called this, each at its end.
 
-    The next word counts programs at their end; the last one resets both, so no launch needs a memset.
+    The next word counts programs at their end; the last one resets both, so no launch needs a memset. Return
+    whether this is the last one.
     """
-    done = tl.atomic_add(counter_ptr + 1, 1, sem="acq_rel", scope="gpu")
-    if done == programs - 1:
+    is_last = tl.atomic_add(counter_ptr + 1, 1, sem="acq_rel", scope="gpu") == programs - 1
+    if is_last:
         tl.atomic_xchg(counter_ptr, 0, sem="relaxed", scope="gpu")
         tl.atomic_xchg(counter_ptr + 1, 0, sem="relaxed", scope="gpu")
+    return is_last
 
 
 @triton.jit

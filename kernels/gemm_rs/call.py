@@ -16,6 +16,7 @@ from ..tensors import Apart
 class ScatterMemory(NamedTuple):
     """The tensors of an operation that no call changes."""
 
+    table: torch.Tensor  # int64 [2 * world_size]: where `staged` and `flags` of each rank lie
     partial: torch.Tensor  # [max(1, world_size - 1), capacity, N]: sums on their way to the peers
     staged: torch.Tensor  # of the same shape: the peers' sums for this rank
     flags: torch.Tensor
@@ -60,6 +61,7 @@ class ScatterLayout(NamedTuple):
     rows: tuple[int, ...]  # of each rank
     shape: tuple[int, int]  # of the result
     body: Body
-    launches: Standing[str]  # of an eager call, see `operation.LAUNCHES`
+    storing: Body | None  # that stores to the peers, if calls may take it
+    launches: Standing[str]  # of a call, see `operation.LAUNCHES`
     apart: Apart  # of the result and all operands
     fill_nan: NanFiller  # of the result

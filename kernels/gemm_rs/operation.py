@@ -8,8 +8,9 @@ in float32. The memory of a rank, W ranks:
     staged   [W - 1, m / W, N], symmetric, slot s - 1: the sums of rank r + s for this rank
     flags    int32 [7, W], symmetric: see `exchange.flags`
 
-Eager calls with few rows are one launch, other calls one for each chunk, or as tuned. Timelines of both,
-and why every wait ends: docs/protocol.md, A scatter. Where all ranks agree on it a call is cuBLAS and a
+Eager calls with few rows are one launch, other calls one for each chunk, or as tuned. On request the kernel
+itself stores sums to the peers' `staged`: one launch is all of a call, and a rank's own choice. Timelines of
+all, and why every wait ends: docs/protocol.md, A scatter. Where all ranks agree on it a call is cuBLAS and a
 collective instead, see `agreement.collective`.
 """
 
@@ -59,6 +60,7 @@ from .plain import PlainBody
 # where 10.2 would do.
 ONE_LAUNCH = "one"
 LAUNCHES = ("each chunk", ONE_LAUNCH)
+STORES = "one that stores to the peers"  # beside them, on request: no GPU has run it
 
 
 class GemmReduceScatter(NumberedCalls):
@@ -85,6 +87,9 @@ class GemmReduceScatter(NumberedCalls):
     to the call; they make it if all would. A captured call repeats the way of the last eager call of its
     class; a replay waits for its peers as any collective does.
 
+    `by_stores=True` makes the plain kernel store its sums into the peers' memory, in calls that are no
+    collective: no copy engine, and one launch, also in captures. None tunes that. Ranks may differ in it.
+
     With dtype float8_e4m3fn rows of a and of the weight have float32 scales, the arguments `scale_a` and
     `scale_weight` of a call. Parts travel, and results are, in bf16. K is then a multiple of 16, the weight's
     rows are contiguous, and the plain kernel multiplies in all calls.
@@ -106,13 +111,16 @@ class GemmReduceScatter(NumberedCalls):
         *,
         timeout_s: float = 300.0,
         collective: bool | None = None,
+        by_stores: bool | None = False,
     ) -> None:
         check_sizes(m=m, n=n)
+        if by_stores not in (None, True, False):
+            raise ValueError(f"by_stores is {by_stores!r}; it is True, False, or None, which tunes it")
         if dtype == FP8:
             if collective:
                 raise ValueError(f"collective=True: no call in {FP8} is made by a collective; pass None")
             collective = False
-        self._m, self._n, self._dtype = m, n, dtype
+        self._m, self._n, self._dtype, self._by_stores = m, n, dtype, by_stores
         self._out_dtype = torch.bfloat16 if dtype == FP8 else dtype
         self._key = n, str(dtype)  # of the choice: equal on all ranks, unlike K
         self._open_collective = functools.partial(
@@ -130,6 +138,7 @@ class GemmReduceScatter(NumberedCalls):
         hold = self._memory.hold
         self._partial = hold(torch.zeros_like(self._staged.local))
         self._counts = hold(torch.zeros(world + 2, dtype=torch.int32, device=self.device))
+        self._table = hold(self._staged.addresses(self._flags))
         self._pushes = Pushes(self._memory, self._memory.side_stream(), self._flags)
         self._pusher = SumPusher(self._pushes, self._partial, self._staged, with_permits=True)
         some = self._partial[0]
@@ -138,10 +147,11 @@ class GemmReduceScatter(NumberedCalls):
 
     def _read_device(self, dtype: torch.dtype) -> None:
         super()._read_device(dtype)
-        memory = (self._partial, self._staged.local, self._flags.local, self._counts, self._errors)
-        self._held = ScatterMemory(*memory)
+        memory = (self._staged.local, self._flags.local, self._counts, self._errors)
+        self._held = ScatterMemory(self._table, self._partial, *memory)
         self._layouts: dict[Hashable, ScatterLayout] = {}  # by those of tensors that have been checked
         self._launches: dict[int | None, ScatterCall] = {}  # by step
+        self._may_store = self._by_stores is not False and self.world_size > 1
 
     def _other_rows(self) -> str:
         return self._collective.differing()
@@ -217,25 +227,32 @@ class GemmReduceScatter(NumberedCalls):
         all_rows, shape = len(a), (len(a) // self.world_size, self._n)
         if out is None:
             out = a.new_empty(shape, dtype=self._out_dtype)
-        body = self._make_body(ScatterOperands(a, weight, out, addend, scale_a, scale_weight))
+        operands = ScatterOperands(a, weight, out, addend, scale_a, scale_weight)
+        body = self._make_body(operands)
+        storing = self._make_plain(operands, stores=True) if self._may_store else None
         others = {"addend": addend, "scale_a": scale_a, "scale_weight": scale_weight}
         rows, apart = (shape[0],) * self.world_size, Apart(out, a=a, weight=weight, **others)
         fill_nan = filler_of_all(out, self._flags.local, self.rank)
         key = (class_of_rows(all_rows), self.world_size, self._n, a.shape[1], str(self._dtype))
         launches = Standing(functools.partial(self._choose_launches, body, key))
-        return ScatterLayout(all_rows, key[0], rows, shape, body, launches, apart, fill_nan)
+        return ScatterLayout(all_rows, key[0], rows, shape, body, storing, launches, apart, fill_nan)
 
     def _choose_launches(self, body: Body, key: tuple[Any, ...]) -> str:
+        ways = LAUNCHES if self.world_size > 2 else LAUNCHES[:1]
         if not body.in_steps:
-            return ONE_LAUNCH
-        if self.world_size <= 2:
-            return LAUNCHES[0]
-        return tunable("gemm_rs launches", LAUNCHES, key=key)
+            ways = (ONE_LAUNCH,)
+        if self._may_store:
+            ways = (STORES,) if self._by_stores else (*ways, STORES)
+        return ways[0] if len(ways) == 1 else tunable("gemm_rs launches", ways, key=key)
 
     def _make_body(self, operands: ScatterOperands) -> Body:
         if specialized.can_run(operands, self._held):
             return specialized.SpecializedBody(operands, self._held)
-        return PlainBody(operands, self._held, has_tma=self._has_tma, upcasts=self._upcasts)
+        return self._make_plain(operands)
+
+    def _make_plain(self, operands: ScatterOperands, *, stores: bool = False) -> Body:
+        of_device = {"has_tma": self._has_tma, "upcasts": self._upcasts}
+        return PlainBody(operands, self._held, stores=stores, **of_device)
 
     def _agree(self, layout: ScatterLayout, is_capturing: bool) -> int:
         size_class = layout.size_class
@@ -254,8 +271,12 @@ class GemmReduceScatter(NumberedCalls):
         if way == COLLECTIVE:
             self._run_collective(operands)
             return operands.out
-        body = layout.body
-        in_steps = self._in_steps(is_capturing=is_capturing) or layout.launches() != ONE_LAUNCH
+        launches, body = layout.launches(), layout.body
+        if launches == STORES:
+            assert layout.storing is not None
+            self._launch(layout.storing, operands)
+            return operands.out
+        in_steps = self._in_steps(is_capturing=is_capturing) or launches != ONE_LAUNCH
         launch = functools.partial(self._launch, body, operands)
         self._pusher.run(launch, layout.rows, in_pieces=True, in_steps=in_steps, at_once=not is_capturing)
         if isinstance(body, PlainBody):  # its kernel writes the NaN itself

@@ -5,6 +5,10 @@ goes to the partial sums and is counted. The program that counts a chunk's last 
 the side stream pushes, in pieces. At a tile of the own chunk a program waits for all peers' sums of its rows,
 then adds them.
 
+STORES: a tile for a peer is stored into that peer's memory, and counted behind the next product, as its
+stores travel meanwhile. The program that counts a chunk's last tile tells the peer. Such a launch is all of a
+call. It has not run between GPUs (docs/not-yet-run.md).
+
 Measured (one H200, 2026-11-24, the kernel alone, six shapes): 1.07 to 1.33 of cuBLAS's product alone.
 Rejected: TMA stores for peers, as they may still be on their way when the program counts.
 """
@@ -16,7 +20,8 @@ import triton.language as tl
 
 from ..configs import CANDIDATES, prune_overlapped, take_first
 from ..epilogues import apply_scales
-from ..exchange.peers import Peers, is_any_lost
+from ..exchange.flags import FREE, NO_PERMIT
+from ..exchange.peers import Peers, is_any_lost, is_given_up, wait_for_flag
 from ..gemm.configs import class_of_rows
 from ..gemm.launch import grid_of_chunks
 from ..launches.settled import Arguments, TunedKernel, TunedLaunch
@@ -24,12 +29,20 @@ from ..products import factors_of, halves, multiply_tile
 from ..tensors import begin_at_16_bytes, lies_by_columns, pitch_of
 from ..tiles import claim_number, grouped_tile, reset_counter, rotated_chunk
 from .call import Body, ScatterCall, ScatterMemory, ScatterOperands
-from .handover import await_sums, count_tile, wait_and_check_all
+from .handover import (
+    await_sums,
+    count_stored,
+    count_tile,
+    let_peers_write,
+    part_from_all,
+    slot_there,
+    wait_and_check_all,
+)
 
 
 @triton.autotune(
     configs=CANDIDATES,
-    key=["size_class", "N", "K", "TMA_LEGAL", "BY_COLUMNS"],
+    key=["size_class", "N", "K", "TMA_LEGAL", "BY_COLUMNS", "STORES"],
     prune_configs_by={"early_config_prune": prune_overlapped},
     do_bench=take_first,  # outside a tuned function: a launch ends when the peers have pushed, behind theirs
 )
@@ -40,15 +53,16 @@ from .handover import await_sums, count_tile, wait_and_check_all
     ]
 )
 def gemm_reduce_scatter(
-    a_ptr,  # [M, K], rows stride_am apart
-    b_ptr,  # weight [N, K], its rows, or BY_COLUMNS its columns, contiguous and stride_b apart
-    c_ptr,  # out [M / WORLD, N], rows stride_cm apart
+    table_ptr,  # int64 [2, WORLD]: where `staged` and `flags` of each rank lie
     partial_ptr,  # [WORLD - 1, capacity, N]: our sums for rank + 1, rank + 2, ...
     staged_ptr,  # [WORLD - 1, capacity, N]: the sums of rank + 1, rank + 2, ... for this rank
     flags_ptr,  # int32 [FLAGS, WORLD]
     counts_ptr,  # int32 [WORLD + 2], 0 between launches: tiles of each chunk that are stored; tiles that are
     # claimed; programs that claim no more
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
+    a_ptr,  # [M, K], rows stride_am apart
+    b_ptr,  # weight [N, K], its rows, or BY_COLUMNS its columns, contiguous and stride_b apart
+    c_ptr,  # out [M / WORLD, N], rows stride_cm apart
     addend_ptr,  # [M, N], contiguous, which HAS_ADDEND adds to A @ B.T; not where there are scales
     row_scale_ptr,  # float32 [M], or None
     column_scale_ptr,  # float32 [N], or None
@@ -68,6 +82,7 @@ def gemm_reduce_scatter(
     TMA_LEGAL: tl.constexpr,
     BY_COLUMNS: tl.constexpr,
     HAS_ADDEND: tl.constexpr,
+    STORES: tl.constexpr,  # to the peers' memory; else to `partial`
     UPCAST: tl.constexpr,  # the interpreter has no arithmetic in bfloat16 and fp8
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -93,10 +108,15 @@ def gemm_reduce_scatter(
 
     here = 0  # rows of the own chunk of which this program knows that the peers' sums are here
     lost = 0  # 1 once a peer is given up
+    stored = -1  # chunk of the tile that this program has stored into a peer's memory and not yet counted
+    writable = -1  # chunk whose peer has been asked for its permit
+    permit = 0
     claims_ptr = counts_ptr + WORLD
     first_tile = first * tiles_per_chunk
     end = first_tile + chunks * tiles_per_chunk
     tile = first_tile + claim_number(claims_ptr)
+    if STORES and tile == 0:
+        let_peers_write(table_ptr, peers, WORLD)
     while tile < end:
         chunk, inner = rotated_chunk(tile, tiles_per_chunk, WORLD, rank + 1)
         pid_m, pid_n = grouped_tile(inner, tiles_m, tiles_n, GROUP_M)
@@ -122,6 +142,18 @@ def gemm_reduce_scatter(
                 *(acc, c_ptr, stride_cm, staged_ptr, row, col, m, N, capacity, lost != 0),
                 *(WORLD, EPILOGUE_SUBTILE),
             )
+        elif STORES:
+            if stored >= 0:
+                count_stored(stored, counts_ptr, tiles_per_chunk, m, table_ptr, peers, WORLD)
+            if chunk != writable:
+                permit = wait_for_flag(FREE, NO_PERMIT, chunk, peers, WORLD)
+                writable = chunk
+            sums_ptr = slot_there(chunk, table_ptr, staged_ptr, capacity, N, peers, WORLD)
+            rows = tl.where(is_given_up(permit), 0, m)
+            _add_and_store(
+                acc, sums_ptr, N, staged_ptr, row, col, rows, N, capacity, False, 1, EPILOGUE_SUBTILE
+            )
+            stored = chunk
         else:
             slot = (chunk - rank + WORLD) % WORLD - 1
             sums_ptr = partial_ptr + tl.cast(slot * capacity, tl.int64) * N
@@ -129,9 +161,16 @@ def gemm_reduce_scatter(
             # The stores are ordinary ones: a TMA store may still be on its way when its program goes on.
             count_tile(chunk, counts_ptr, tiles_per_chunk, chunks, peers, WORLD)
         tile = first_tile + claim_number(claims_ptr)
-    reset_counter(claims_ptr, tl.num_programs(0))
+        if STORES and ((stored >= 0) & (tile >= (WORLD - 1) * tiles_per_chunk)):
+            # The last one for a peer: peers may wait for it.
+            count_stored(stored, counts_ptr, tiles_per_chunk, m, table_ptr, peers, WORLD)
+            stored = -1
+    is_last = reset_counter(claims_ptr, tl.num_programs(0))
 
-    if first + chunks == WORLD:
+    if STORES:
+        if is_last:
+            part_from_all(m, peers, WORLD)
+    elif first + chunks == WORLD:
         wait_and_check_all(m, peers, WORLD)
 
 
@@ -184,10 +223,19 @@ _KERNEL = TunedKernel(gemm_reduce_scatter, operation="GemmReduceScatter")
 
 
 class PlainBody(Body):
-    """Multiplies by the kernel in plain Triton. has_tma, upcasts: facts of the device."""
+    """Multiplies by the kernel in plain Triton. has_tma, upcasts: facts of the device.
+
+    stores: sums for peers to their memory.
+    """
 
     def __init__(
-        self, operands: ScatterOperands, held: ScatterMemory, *, has_tma: bool, upcasts: bool
+        self,
+        operands: ScatterOperands,
+        held: ScatterMemory,
+        *,
+        has_tma: bool,
+        upcasts: bool,
+        stores: bool = False,
     ) -> None:
         super().__init__()
         a, weight, out, addend, *_ = operands
@@ -199,6 +247,7 @@ class PlainBody(Body):
             "TMA_LEGAL": has_tma and begin_at_16_bytes(a.element_size(), addresses, strides),
             "BY_COLUMNS": lies_by_columns(weight),
             "HAS_ADDEND": addend is not None,
+            "STORES": stores,
             "UPCAST": upcasts,
         }
         self._rows, self._held = class_of_rows(out.shape[0]), held
@@ -208,9 +257,9 @@ class PlainBody(Body):
         grid = grid_of_chunks(rows // call.world_size, columns, call.chunks, call.programs)
         constants = {"WORLD": call.world_size, **self._constants}
         numbers = (*self._sizes, *self._further, call.first, call.chunks, call.rank)
-        return TunedLaunch(_KERNEL, grid, constants, numbers=numbers)
+        return TunedLaunch(_KERNEL, grid, constants, held=tuple(self._held), numbers=numbers)
 
     def _arguments(self, operands: ScatterOperands, patience_ticks: int) -> Arguments:
         a, weight, out, addend, *scales = operands
         added = self._held.partial if addend is None else addend
-        return (), (a, weight, out, *self._held, added, *scales), (patience_ticks, self._rows)
+        return (), (a, weight, out, added, *scales), (patience_ticks, self._rows)

@@ -98,7 +98,7 @@ class SpecializedBody(Body):
         a, rows = self._matrices[0], operands.out.shape[0]
         self._sizes, self._device = (a.rows, operands.out.shape[1], a.columns), operands.a.device
         self.in_steps, self._size_class = rows >= STEP_ROWS, _size_class(rows)
-        self._partial_at, self._held = held.partial.data_ptr(), held[1:]
+        self._partial_at, self._held = held.partial.data_ptr(), held[2:]
 
     def _prepare(self, call: ScatterCall) -> TunedLaunch:
         rows, columns, _ = self._sizes

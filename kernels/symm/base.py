@@ -22,11 +22,12 @@ class SymmetricTensor:
     local: torch.Tensor
     peers: tuple[torch.Tensor, ...]  # by rank; the own entry is `local`
 
-    def addresses(self) -> torch.Tensor:
-        """Return the int64 [W] table of where each rank's part lies; it keeps them mapped."""
-        pointers = [peer.data_ptr() for peer in self.peers]
+    def addresses(self, *others: SymmetricTensor) -> torch.Tensor:
+        """Return an int64 table of where each rank's part lies, then those of others; they stay mapped."""
+        parts = tuple(part for tensor in (self, *others) for part in tensor.peers)
+        pointers = [part.data_ptr() for part in parts]
         table = torch.tensor(pointers, dtype=torch.int64, device=self.local.device)
-        table.points_to = self.peers  # type: ignore[attr-defined]
+        table.points_to = parts  # type: ignore[attr-defined]
         return table
 
 

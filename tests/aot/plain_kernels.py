@@ -93,11 +93,11 @@ SCATTER = PlainKernel(
     {
         **dict.fromkeys(("a_ptr", "b_ptr", "c_ptr", "partial_ptr", "staged_ptr", "addend_ptr"), "*bf16"),
         **dict.fromkeys(("flags_ptr", "counts_ptr"), "*i32"),
-        "errors_ptr": "*i64",
+        **dict.fromkeys(("table_ptr", "errors_ptr"), "*i64"),
         **dict.fromkeys(("M", "N", "K", "capacity", "stride_am", "stride_b", "stride_cm"), "i32"),
         **dict.fromkeys(("first", "chunks", "rank", "patience_ticks", "size_class"), "i32"),
     },
-    {"HAS_ADDEND": False, **dict.fromkeys(SCALES)},
+    {"HAS_ADDEND": False, "STORES": False, **dict.fromkeys(SCALES)},
     OF_GEMM,
     {HOPPER: 0, BLACKWELL: 72, CDNA3: 6},  # on Blackwell with tiles of 128 x 256
 )

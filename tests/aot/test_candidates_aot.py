@@ -69,6 +69,10 @@ FURTHER = {
     ),
     "scatter, a weight by columns and an addend": (SCATTER, SCATTER.candidates[0], OF_BACKWARD),
     "scatter, the same, other tiles": (SCATTER, SCATTER.candidates[1], OF_BACKWARD),
+    **{
+        f"scatter to the peers, tiles {index}": (SCATTER, SCATTER.candidates[index], {"STORES": True})
+        for index in (0, 4, 7, 8, 12)
+    },
     "dispatch, weights by columns": (DISPATCH, DISPATCH.candidates[0], {"BY_COLUMNS": True}),
     "combine, weights by columns": (COMBINE, COMBINE.candidates[0], {"BY_COLUMNS": True}),
     "dispatch, one element an expert": (DISPATCH, by_pointers(DISPATCH), dict.fromkeys(SIZES, 1)),
@@ -82,6 +86,16 @@ def test_other_layouts_types_and_sizes_fit_like_the_plain_one(kernel, config, op
     kernel.check_fits(compiled, HOPPER)
     if kernel is GATHER and "WORLD" not in options:
         assert early_load(compiled.asm["ttgir"]) is None
+
+
+def test_a_tile_for_a_peer_is_stored_by_16_bytes_and_counted_and_told_to_the_peer_at_system_scope():
+    ptx = SCATTER.compile(SCATTER.candidates[0], STORES=True).asm["ptx"]
+    assert (
+        ptx.count("st.global.v4.b32") == 2 * 128 * 256 // 8 // 256
+    )  # for a peer and of this rank, by 256 threads
+    assert "st.global.b16" not in ptx
+    assert re.search(r"atom\.global\.sys\.acq_rel\.add", ptx)  # a tile
+    assert re.search(r"atom\.global\.sys\.release\.exch", ptx)  # a chunk
 
 
 # The largest tiles have most sums for a thread; the last ones are without TMA.

@@ -329,6 +329,6 @@ def test_a_scatter_takes_calls_on_its_devices_whose_rows_tma_can_address(
     monkeypatch.setattr(launch, "capability", lambda device: major)
     addend = zeros(2 * rows * n + shift)[shift:].view(2 * rows, n)
     sums = zeros(1, rows, n)
-    held = ScatterMemory(sums, sums, *(zeros(4, dtype=torch.int32) for _ in range(3)))
+    held = ScatterMemory(zeros(4), sums, sums, *(zeros(4, dtype=torch.int32) for _ in range(3)))
     operands = ScatterOperands(zeros(2 * rows, K), zeros(n, K), zeros(rows, n), addend)
     assert scattering.can_run(operands, held) is expected

@@ -53,8 +53,8 @@ BENCHMARKS = {
         frozenset({"gather_rows", "return_rows", "send_tokens", "sum_rows"}),
     ),
     "gemm_rs": Times(
-        {"ours", "ours, fp8", "GEMM + gloo", "own GEMM + gloo", "GEMM", "gloo scatter"},
-        ("--fp8",),
+        {"ours", "ours, fp8", "ours, by stores", "GEMM + gloo", "own GEMM + gloo", "GEMM", "gloo scatter"},
+        ("--fp8", "--by-stores"),
         most_error=0.05,  # two roundings to fp8
         tuned=frozenset({"gemm_reduce_scatter", "gemm_rs way"}),
     ),

@@ -255,12 +255,15 @@ class ScatteringSums(DenseRuns):
 
     name, kernel, candidates = "GemmReduceScatter", of_sums.gemm_reduce_scatter, of_sums.CANDIDATES
 
+    def __init__(self, **options):
+        self.options = options
+
     def sizes(self, k, n):
         return n, k
 
     def open(self, rows, size, dtype=HALF, group=None, **named):
         world = dist.get_world_size(group) if dist.is_initialized() else 1
-        return GemmReduceScatter(world * rows, size, dtype, group, **named)
+        return GemmReduceScatter(world * rows, size, dtype, group, **self.options, **named)
 
     def buffers(self, op):
         return op._staged.local, op._partial
@@ -282,6 +285,7 @@ class ScatteringSums(DenseRuns):
 
 
 SCATTERING_SUMS = ScatteringSums()
+STORING_SUMS = ScatteringSums(by_stores=True)
 
 
 # ---- GemmAllReduce

@@ -9,7 +9,7 @@ from itertools import cycle
 
 import pytest
 import torch
-from dense_runs import GatheringByMail
+from dense_runs import GatheringByMail, ScatteringSums
 from every_operation import EVERY, OF_ONE_WAY, WITH_COLLECTIVES, each
 from operation_runs import cases_of, on_ranks, values
 from operations import (
@@ -62,7 +62,7 @@ OF_WORLDS = {
 }
 OF_WORLDS |= {
     f"{name}, {world} ranks": (runs, world)
-    for (name, runs), world in zip(OF_ONE_WAY.items(), (3, 4, 4, 3, 3, 4), strict=True)
+    for (name, runs), world in zip(OF_ONE_WAY.items(), (3, 4, 4, 3, 3, 4, 4), strict=True)
 }
 
 
@@ -98,11 +98,17 @@ TUNED = {
 }
 EVERY_WAY = "AllGatherGemm, every way"
 TUNED[EVERY_WAY] = {*TUNED["AllGatherGemm"], "exchange_shards"}
+EVERY_LAUNCH = "GemmReduceScatter, every launch"
+TUNED[EVERY_LAUNCH] = {*TUNED["GemmReduceScatter"], "gemm_rs launches"}
+RUNS = EVERY | {
+    EVERY_WAY: GatheringByMail(low_latency=None),
+    EVERY_LAUNCH: ScatteringSums(by_stores=None),
+}
 
 
 @pytest.mark.parametrize("name", TUNED)
 def test_tuned_in_context_every_run_is_right_ranks_agree_and_other_row_counts_are_no_new_context(name):
-    runs = GatheringByMail(low_latency=None) if name == EVERY_WAY else EVERY[name]
+    runs = RUNS[name]
     rows = (8, 6) if runs.name == "GemmAllReduce" else (40, 31)  # few enough for each way
     (errors, winners, taken, is_settled), *others = values(tuned_with_other_row_counts, 2, runs, rows)
     assert winners.keys() == TUNED[name]

@@ -10,7 +10,15 @@ import functools
 
 import pytest
 import torch.distributed as dist
-from dense_runs import GATHERING_BY_MAIL, GATHERING_ROWS, REDUCING, SCATTERING_SUMS, GatheringRows, Reducing
+from dense_runs import (
+    GATHERING_BY_MAIL,
+    GATHERING_ROWS,
+    REDUCING,
+    SCATTERING_SUMS,
+    STORING_SUMS,
+    GatheringRows,
+    Reducing,
+)
 from every_operation import EVERY, EXPERTS, OF_ONE_WAY, each
 from operation_runs import TWO, die, end_of, hold_launch, message_of, on_ranks
 from rank_programs import wait_for
@@ -62,6 +70,7 @@ OTHER_ROWS = {
     "AllGatherGemm, low-latency": (GATHERING_BY_MAIL, {}, rows_of_gather),
     "GemmReduceScatter": (SCATTERING_SUMS, {}, rows_of_scatter),
     "GemmReduceScatter, by a collective": (SCATTERING_SUMS, {"collective": True}, rows_of_scatter),
+    "GemmReduceScatter, by stores": (STORING_SUMS, {}, rows_of_scatter),
     "GemmAllReduce": (OneSum(), {}, rows_of_reduce),
 } | {f"GemmAllReduce, {way}": (OneSum(way), {}, rows_of_reduce) for way in OF_KERNELS}
 
@@ -120,6 +129,7 @@ OR_ANOTHER = "rank {0}, or one that it waits for, did not "
 LOST = {"AllGatherGemm": OR_ANOTHER + "push chunk {0} in time"}
 LOST |= {"AllGatherGemm, low-latency": OR_ANOTHER + "send its rows in time"}
 LOST |= {"GemmReduceScatter": OR_ANOTHER + "push its sums"}
+LOST |= {"GemmReduceScatter, by stores": OR_ANOTHER + "come to the call in time"}
 LOST |= {f"GemmAllReduce, {way}": OR_ANOTHER + "offer its rows in time" for way in OF_KERNELS}
 LOST |= {f"GemmAllReduce, {LOW_LATENCY}": OR_ANOTHER + "send its rows in time"}
 LOST |= {f"GemmAllReduce, {OVERLAPPED}": OR_ANOTHER + "push its sums"}
@@ -187,6 +197,7 @@ class WithRelu(GatheringRows):
 SPOILED = {
     "gathered": WithRelu(consumer="plain"),
     "scattered": SCATTERING_SUMS,
+    "scattered by stores": STORING_SUMS,
     **OF_KERNELS,
     **EXPERTS,
 }

@@ -43,8 +43,9 @@ def told_by(call):
 def test_the_first_call_outside_a_session_says_what_to_do_and_other_sizes_of_the_layer_do_not(op):
     (text,) = told_by(lambda: SCATTERING_SUMS.call_and_compare(op, [160], K))
     assert text == (
-        "GemmReduceScatter [size_class=160, N=40, K=24, TMA_LEGAL=True, BY_COLUMNS=False] has not been tuned "
-        "and takes the first of its candidates in every call. Call it in a function decorated with "
+        "GemmReduceScatter [size_class=160, N=40, K=24, TMA_LEGAL=True, BY_COLUMNS=False, "
+        "STORES=False] has not been tuned and takes the first of its candidates in every call. Call it in a "
+        "function decorated with "
         "contextual_autotune, on all ranks with is_dist=True, which tunes it and keeps the result on disk"
     )
     assert told_by(lambda: SCATTERING_SUMS.call_and_compare(op, [160], K)) == []

@@ -16,7 +16,7 @@ from operation_runs import GPU_BACKENDS, device, message_of, on_ranks
 from operations import HALF, factors, tuned_with_other_row_counts
 
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
-from dist_autotune.kernels.gemm_rs.operation import LAUNCHES
+from dist_autotune.kernels.gemm_rs.operation import LAUNCHES, STORES
 from dist_autotune.kernels.gemm_rs.plain import CANDIDATES, PlainBody
 
 
@@ -65,9 +65,9 @@ def test_with_more_than_two_ranks_a_launch_for_each_chunk_or_one_is_tuned_and_ra
         errors, winners, *_ = tuned_with_other_row_counts(rank, SCATTERING_SUMS)
         assert winners["gemm_rs launches"] in LAUNCHES
         SCATTERING_SUMS.begin(rank)
-        with GemmReduceScatter(96, 24, HALF) as op:
-            for call in range(4):
-                op._choose_launches = lambda *_, call=call: LAUNCHES[(rank + call) % 2]
+        with GemmReduceScatter(96, 24, HALF, by_stores=None) as op:
+            for call in range(6):
+                op._choose_launches = lambda *_, call=call: (*LAUNCHES, STORES)[(rank + call) % 3]
                 op._layouts.clear()
                 errors.append(SCATTERING_SUMS.call_and_compare(op, [32], 16))
     return errors

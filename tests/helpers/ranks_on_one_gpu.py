@@ -1,0 +1,64 @@
+"""All ranks of an operation on one GPU, in one process: each has a stream and a share of the SMs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from host_as_peer import DEVICE, PATIENCE_S
+
+from dist_autotune.kernels.exchange import operation
+from dist_autotune.kernels.symm.base import SymmetricTensor
+from dist_autotune.kernels.symm.cuda import CudaMemory
+from dist_autotune.kernels.symm.ranks import SharingRanks
+
+Parts = tuple[torch.Tensor, ...]  # of one allocation, by rank
+
+
+class RankOfMany(SharingRanks):
+    """One rank, with which all others agree."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.group, self.timeout_s = None, PATIENCE_S
+        self.rank, self.world_size, self.members = rank, world, tuple(range(world))
+
+    def _meet(self, step: str, value: Any) -> list[tuple[str, Any]]:
+        return [(step, value)] * self.world_size
+
+
+class MemoryOfOneGpu(CudaMemory):
+    """Memory of all ranks on this GPU; parts: what has been allocated, the same list for all ranks."""
+
+    name = "one GPU"
+
+    def __init__(self, rank: int, world: int, parts: list[Parts]) -> None:
+        super().__init__(RankOfMany(rank, world), torch.device(DEVICE, 0), "one GPU")
+        self._parts, self._allocated = parts, 0
+
+    def _map(self, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
+        if self._allocated == len(self._parts):
+            world = range(self.world_size)
+            self._parts.append(tuple(torch.zeros(shape, dtype=dtype, device=self.device) for _ in world))
+        parts, self._allocated = self._parts[self._allocated], self._allocated + 1
+        return SymmetricTensor(parts[self.rank], parts)
+
+    def _release(self) -> None:
+        """Nothing to do."""
+
+
+@contextmanager
+def ranks_of(world: int, kind: Callable[..., Any], *args: Any, **options: Any) -> Iterator[list[Any]]:
+    """Open the operation of each rank, with a share of the SMs; they make no collectives."""
+    parts: list[Parts] = []
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(world):
+            memory = MemoryOfOneGpu(rank, world, parts)
+            operation.open_symmetric_memory = lambda *_, memory=memory, **__: memory
+            op = kind(*args, timeout_s=PATIENCE_S, collective=False, **options)
+            op._sms //= world
+            ranks.append(stack.enter_context(op))
+        torch.cuda.synchronize()
+        yield ranks
