@@ -50,14 +50,14 @@ class MemoryOfOneGpu(CudaMemory):
 
 @contextmanager
 def ranks_of(world: int, kind: Callable[..., Any], *args: Any, **options: Any) -> Iterator[list[Any]]:
-    """Open the operation of each rank, with a share of the SMs; they make no collectives."""
+    """Open the operation of each rank, with a share of the SMs; no two of them can make a collective."""
     parts: list[Parts] = []
     with ExitStack() as stack:
         ranks = []
         for rank in range(world):
             memory = MemoryOfOneGpu(rank, world, parts)
             operation.open_symmetric_memory = lambda *_, memory=memory, **__: memory
-            op = kind(*args, timeout_s=PATIENCE_S, collective=False, **options)
+            op = kind(*args, timeout_s=PATIENCE_S, **options)
             op._sms //= world
             ranks.append(stack.enter_context(op))
         torch.cuda.synchronize()

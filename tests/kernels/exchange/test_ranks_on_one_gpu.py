@@ -19,7 +19,8 @@ def sums_of_calls(world: int, index: int, *, captured: bool) -> float:
     """Return the largest relative error of some calls, whose inputs are new; ranks launch in turns."""
     gemm_reduce_scatter.configs, gemm_reduce_scatter.cache = [CANDIDATES[index]], {}
     worst, options = 0.0, {"device": DEVICE, "dtype": DTYPE}
-    with ranks_of(world, GemmReduceScatter, world * ROWS, N, DTYPE, by_stores=True) as ops:
+    fixed = {"by_stores": True, "collective": False}
+    with ranks_of(world, GemmReduceScatter, world * ROWS, N, DTYPE, **fixed) as ops:
         streams = [torch.cuda.Stream() for _ in ops]
         a, weight = torch.empty(world, world * ROWS, K, **options), torch.empty(world, N, K, **options)
         out, graphs = torch.empty(world * ROWS, N, **options), [torch.cuda.CUDAGraph() for _ in ops]
