@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import inspect
 import os
@@ -101,8 +100,6 @@ class Options:
     bits: str = settings.DEFAULT_BITS
     outputs: Sequence[Any] = ()
 
-    _made_in = ""  # no option: the directory that a relative DIST_AUTOTUNE_CACHE_DIR starts from
-
     def __post_init__(self) -> None:
         settings.check_variables()
         self._check_values()
@@ -113,10 +110,31 @@ class Options:
             raise InvalidOption(
                 "objective='graph' belongs to mode='replay': a run is captured and replayed to judge it"
             )
-        with contextlib.suppress(FileNotFoundError):  # it was removed
-            object.__setattr__(self, "_made_in", os.getcwd())
-        if not isinstance(self.cache, bool):  # a later os.chdir does not move it
-            object.__setattr__(self, "cache", Path(self.cache).absolute())
+        for name, value in self._from_environment().items():
+            object.__setattr__(self, name, value)
+        for name in ("log_dir", "cache"):  # a later os.chdir moves none
+            if isinstance(given := getattr(self, name), str | os.PathLike):
+                object.__setattr__(self, name, Path(given).absolute())
+
+    def _from_environment(self) -> dict[str, Any]:
+        """Return the options that were not given, as the environment or the user's directories say."""
+        found: dict[str, Any] = {}
+        if isinstance(self.log_dir, settings.DefaultText):
+            found["log_dir"] = settings.log_directory()
+        if isinstance(self.bits, settings.DefaultText):
+            found["bits"] = settings.DefaultText(settings.bits())
+        if isinstance(self.timeout_s, settings.DefaultSeconds):
+            found["timeout_s"] = settings.timeout_s()
+        if self.compile_jobs is None:
+            found["compile_jobs"] = settings.compile_jobs()
+        if self.overhead is None:
+            found["overhead"] = settings.overhead()
+        if self.cache is True:
+            found["cache"] = settings.cache_directory() or False
+            if not found["cache"]:
+                text = f"No cache: {settings.NO_HOME}. Winners are not kept on disk."
+                warnings.warn(text, CacheWarning, stacklevel=5)
+        return found
 
     def _check_values(self) -> None:
         """Raise InvalidOption for a text, number or directory that cannot be used."""
@@ -177,7 +195,7 @@ class Options:
         n_repeat = DEFAULT_N_REPEAT if self.n_repeat is None else self.n_repeat
         n_warmup = DEFAULT_N_WARMUP if self.n_warmup is None else self.n_warmup
         given = {name: getattr(self, name) for name in names}
-        given |= {"n_repeat": n_repeat, "n_warmup": n_warmup, "bits": self.resolved_bits()}
+        given |= {"n_repeat": n_repeat, "n_warmup": n_warmup, "bits": self.bits}
         given |= self.resolved_overhead()
         given["tries_all"] = self.search == "racing"
         return {**given, "search": self.search_name}
@@ -200,29 +218,28 @@ class Options:
         is_member = self.group.get_coordinate() is not None
         return self.group.get_group() if is_member else GroupMember.NON_GROUP_MEMBER
 
-    def resolved_log_dir(self) -> Path | None:
-        """Return the log directory, absolute: a later os.chdir does not move it."""
-        if self.log_dir is None:
-            return None
-        is_default = isinstance(self.log_dir, settings.DefaultText)
-        return Path(settings.log_directory() if is_default else self.log_dir).absolute()
+    @property
+    def log_path(self) -> Path | None:
+        """Return the log directory; None: no files."""
+        return self.log_dir if isinstance(self.log_dir, Path) else None
 
-    def resolved_bits(self) -> str:
-        return settings.bits() if isinstance(self.bits, settings.DefaultText) else self.bits
+    @property
+    def cache_path(self) -> Path | None:
+        """Return the directory of winners; None: none are kept."""
+        return self.cache if isinstance(self.cache, Path) else None
 
     def resolved_overhead(self) -> dict[str, float | None]:
         """Return the share of the time that tuning may take, None: no limit, and the seconds before it."""
-        share = settings.overhead() if self.overhead is None else self.overhead
-        if share is None and self.mode == "online":
+        if self.overhead is None and self.mode == "online":
             return {"overhead": DEFAULT_OVERHEAD, "free_s": FREE_S}
-        return {"overhead": share, "free_s": 0.0}
+        return {"overhead": self.overhead, "free_s": 0.0}
 
     def check_bits(self, *, has_function: bool = True) -> None:
         """Raise InvalidOption if tuning cannot keep to `bits`; has_function: of one, not of steps."""
-        if self.resolved_bits() == "any" or self.mode == "replay":
+        if self.bits == "any" or self.mode == "replay":
             return
         is_default = isinstance(self.bits, settings.DefaultText)
-        given = f"{settings.BITS}={settings.bits()}" if is_default else f"bits={self.bits!r}"
+        given = f"{settings.BITS}={self.bits}" if is_default else f"bits={self.bits!r}"
         why = (
             f"{given} compares outputs by making a step again from the same inputs and state, and this is "
             "made once. Decorate a function that makes one step with @contextual_autotune"
@@ -238,33 +255,13 @@ class Options:
             "cached, or bits='any'."
         )
 
-    def resolved_timeout_s(self) -> float:
-        is_default = isinstance(self.timeout_s, settings.DefaultSeconds)
-        return settings.timeout_s() if is_default else self.timeout_s
-
-    def resolved_compile_jobs(self) -> int | None:
-        """Return how many candidates a rank compiles at a time; None: as its cores allow."""
-        return settings.compile_jobs() if self.compile_jobs is None else self.compile_jobs
-
-    def resolved_cache_dir(self) -> Path | None:
-        """Return the directory of the on-disk cache; None: caching is off, or the user has no directory."""
-        if self.cache is False:
-            return None
-        if self.cache is not True:
-            return Path(self.cache)
-        directory = settings.cache_directory(self._made_in)
-        if directory is None:
-            text = f"No cache: {settings.NO_HOME}. Winners are not kept on disk."
-            warnings.warn(text, CacheWarning, stacklevel=2)
-        return directory
-
     def agreed_fields(self) -> dict[str, str]:
         """Return the options that must be equal on all ranks, as text."""
         fields = {name: repr(getattr(self, name)) for name in AGREED}
         # Of many candidates auto tries a few, racing all.
         search = "auto" if self.search == "auto" and self.search_name == "racing" else self.search_name
         overhead = str(self.resolved_overhead()["overhead"])
-        return {**fields, "search": search, "bits": self.resolved_bits(), "overhead": overhead}
+        return {**fields, "search": search, "overhead": overhead}
 
 
 def made_by(owner: str, lacking: Sequence[str] = (), /, *by_position: Any, **by_name: Any) -> Options:

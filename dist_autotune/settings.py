@@ -144,10 +144,10 @@ def check_overhead(name: str, value: object) -> float:
     return share
 
 
-def cache_directory(working_directory: str = "") -> Path | None:
+def cache_directory() -> Path | None:
     """Return DIST_AUTOTUNE_CACHE_DIR, or this user's, such as `~/.cache/dist_autotune`; None: no home."""
     if chosen := os.environ.get(CACHE_DIR):
-        return Path(working_directory, chosen).absolute()
+        return Path(chosen).absolute()
     import platformdirs  # only needed where no directory was chosen
 
     try:

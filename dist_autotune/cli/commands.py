@@ -12,7 +12,6 @@ from rich.console import Console
 
 from .. import settings
 from ..codec import to_json
-from ..options import Options
 from ..reports.history import History, SessionHistory, load_history
 from ..reports.tables import history_parts, write_html
 from ..tables import text
@@ -133,7 +132,7 @@ def _chosen(history: History, kernel: str, session: str, every: bool) -> list[Se
 
 def _read(given: Path | None) -> History:
     """Return the sessions of a log directory; without any, end the command with the next step."""
-    directory = given or Options().resolved_log_dir() or Path(settings.DEFAULT_LOG_DIR)
+    directory = given or Path(settings.log_directory())
     advice = "Call a decorated function first, or name the log_dir it writes to: dist-autotune report DIR"
     if not directory.is_dir():
         terminal.fail(f"There is no directory {directory}. {advice}")

@@ -38,10 +38,11 @@ class ScriptTuner(BaseTuner):
         self._pid = os.getpid()
         self._run = contextlib.ExitStack()  # the run under way
         self._boundary = interception.fork_safe_lock()  # of the thread that ends a run
-        self._shared = self._calls = Calls(None, options, name, self._log_dir, is_program=True)
+        self._shared = self._calls = Calls(None, options, name, is_program=True)
         # Before the group is known. One rank's disk may hold what the others' do not.
         cache = options.cache if self._is_alone() else False
-        self._own = Calls(None, replace(options, is_dist=False, cache=cache), name, None, is_program=True)
+        own = replace(options, is_dist=False, cache=cache, log_dir=None)
+        self._own = Calls(None, own, name, is_program=True)
         TUNERS.add(self)
 
     @property

@@ -77,7 +77,7 @@ class FunctionScope:
         self.tunes, self.is_strict = mode == "tune", mode == "strict"
         self.is_alone = len(group.ranks) == 1
         self.device = Device.current()
-        self.bits = options.resolved_bits()
+        self.bits = options.bits
         if self.tunes:
             options.check_bits(has_function=bool(source_digest))
         # What keeps its results apart from others'; "": it shares them. Many functions are called `step`,

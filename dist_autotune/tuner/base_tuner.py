@@ -38,7 +38,7 @@ class BaseTuner:
         if settings.run_mode() == "tune":
             _check_possible(options, has_function=function is not None)
         self.options = options
-        self._function, self._name, self._log_dir = function, name, options.resolved_log_dir()
+        self._function, self._name = function, name
         self._joined: FunctionScope | None = None  # the function around it that does what this one asks for
         self._has_left = False  # with the mode off: launches outside have what they need
 
@@ -86,7 +86,7 @@ class BaseTuner:
         if self._calls is None:
             from .calls import Calls  # imports all that a session needs: only for a call
 
-            made = Calls(self._function, self.options, self._name, self._log_dir)
+            made = Calls(self._function, self.options, self._name)
             with _FIRST_CALL:
                 self._calls = self._calls or made
             TUNERS.add(self)
@@ -122,7 +122,7 @@ def _unmet(inner: Options, outer: Options) -> Iterator[tuple[str, Any, Any]]:
         yield "is_dist", True, False
     if inner.is_dist and outer.is_dist and (of_inner := _ranks(inner)) - (of_outer := _ranks(outer)):
         yield "group", f"ranks {sorted(of_inner)}", f"ranks {sorted(of_outer)}"
-    bits = inner.resolved_bits(), outer.resolved_bits()
+    bits = inner.bits, outer.bits
     if _STRENGTH.index(bits[0]) > _STRENGTH.index(bits[1]):
         yield "bits", repr(bits[0]), repr(bits[1])
     kept = {id(each) for each in outer.preserve}

@@ -8,7 +8,6 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
 from threading import get_ident
 from typing import Any, TypeVar
 
@@ -50,11 +49,10 @@ class Calls:
         function: Callable[..., Any] | None,
         options: Options,
         name: str,
-        log_dir: Path | None,
         *,
         is_program: bool = False,
     ) -> None:
-        self._function, self._options, self._name, self._log_dir = function, options, name, log_dir
+        self._function, self._options, self._name = function, options, name
         self._is_program = is_program
         self.state: FunctionState | None = None
         self._session: Session | None = None
@@ -293,7 +291,7 @@ class Calls:
     def _take_turn(self, group: RankGroup, turns: Turns, turn: ProcessTurn) -> bool:
         """Take the turn on all ranks; raises PutAside where peers do not go on with a session."""
         state, session, what = self.state, self._session, "the opening of a session"
-        timeout_s = self._options.resolved_timeout_s() if state is None else state.function.timeout_s
+        timeout_s = self._options.timeout_s if state is None else state.function.timeout_s
         patience_s = math.inf if session is None else session.patience_s
         group.rest(between_calls=False)
         try:
@@ -341,7 +339,7 @@ class Calls:
         state.known.ignores_known = self._is_retuning and tunes
         self._wants_session = True
         self._settled.begin_session()
-        return Session(state, self._log_dir, is_of_program=self._is_program)
+        return Session(state, self._options.log_path, is_of_program=self._is_program)
 
     def _keep_if_over(self) -> None:
         """Keep the report of the session, if it is over."""
@@ -396,5 +394,5 @@ class Calls:
 
     def _note(self, text: str) -> None:
         rank = 0 if self.state is None else self.state.function.group.rank
-        with SessionLog(self._log_dir, rank) as log:
+        with SessionLog(self._options.log_path, rank) as log:
             log.write(Note(rank=rank, text=text))

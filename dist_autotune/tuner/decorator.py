@@ -68,7 +68,7 @@ class ContextualAutotuner(BaseTuner, Generic[P, R]):
     def __reduce__(self) -> str | tuple[Any, ...]:
         """As functions by name; a bound method, a partial one or an object with it."""
         if isinstance(self.fn, types.MethodType) or not hasattr(self.fn, "__qualname__"):
-            return type(self), (self.fn, self.options), {"_log_dir": self._log_dir}
+            return type(self), (self.fn, self.options)
         return str(self.fn.__qualname__)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextualAutotuner[P, R]:
@@ -82,9 +82,7 @@ class ContextualAutotuner(BaseTuner, Generic[P, R]):
         options = copy.copy(self.options)
         for name in ("preserve", "outputs"):
             object.__setattr__(options, name, copy.deepcopy(getattr(options, name), memo))
-        copied = type(self)(fn, options)
-        copied._log_dir = self._log_dir
-        return copied
+        return type(self)(fn, options)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)

@@ -52,7 +52,7 @@ class FunctionSetup(FunctionScope):
         self, options: Options, name: str, source_digest: str, group: RankGroup, *, mode: str
     ) -> None:
         super().__init__(options, name, source_digest, group, mode=mode)
-        self.timeout_s = options.resolved_timeout_s()
+        self.timeout_s = options.timeout_s
         interpreted = interception.is_interpreted()
         self.clock: Clock = options.clock or default_clock(self.timeout_s, interpreted=interpreted)
 
@@ -107,7 +107,7 @@ class FunctionState:
         note: Callable[[str], None],
         watch: Callable[[FunctionState], Watch],
     ) -> None:
-        disk = Winners(function.options.resolved_cache_dir(), tunes=function.tunes)
+        disk = Winners(function.options.cache_path, tunes=function.tunes)
         self.function, self._note = function, note
         self.orders = Orders(self._rules())
         is_deciding = function.group.rank == function.group.ranks[0]

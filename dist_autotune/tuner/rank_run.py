@@ -187,7 +187,7 @@ class RankRun:
         if (compiler := self._compiler) is None:
             options = CompileOptions(
                 *settings.place_on_host(position, count),
-                jobs=function.options.resolved_compile_jobs(),
+                jobs=function.options.compile_jobs,
                 in_background=not self._waits,
             )
             compiler = Compiler(options, functools.partial(state.guard.launching, loads=True))

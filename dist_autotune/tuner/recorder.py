@@ -103,7 +103,7 @@ class Recorder:
                 n=outcome.n,
                 launches=rank_context.run.count,
                 gap_ms=samples.sample.gap_ms if by_launch and samples.sample is not None else 0.0,
-                judge=outcome.judge,
+                judge="launch" if by_launch else "run",
             )
         )
 
