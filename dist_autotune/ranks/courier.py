@@ -17,7 +17,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -35,29 +36,19 @@ class StoreLost(Exception):
     """The store of the process group does not answer, or its host has gone."""
 
 
-class Parcel(Generic[T]):
-    """An operation under way, and what it returns."""
+def has_ended(operation: Future[Any], limit_s: float) -> bool:
+    """Return whether an operation has ended in time. Ctrl-C ends the wait at once."""
+    with contextlib.suppress(TimeoutError):
+        operation.exception(max(limit_s, 0))
+    return operation.done()
 
-    def __init__(self, operation: Callable[[Any], T]) -> None:
-        self.operation = operation
-        self.value: Any = None
-        self.error: Exception | None = None
-        self.under_way = threading.Lock()  # cheaper than an Event
-        self.under_way.acquire()
 
-    def wait(self, limit_s: float) -> bool:
-        """Return whether the operation has ended in time. Ctrl-C ends the wait at once."""
-        if has_ended := self.under_way.acquire(timeout=max(limit_s, 0)):
-            self.under_way.release()
-        return has_ended
-
-    def result(self, limit_s: float = OPERATION_S) -> T:
-        """Return what the operation returns; raises StoreLost, also where it does not end in time."""
-        if not self.wait(limit_s):
-            raise StoreLost(f"no answer in {limit_s:.3g} s")
-        if self.error is not None:
-            raise StoreLost(str(self.error)) from self.error
-        return self.value  # type: ignore[no-any-return]
+def result_of(operation: Future[T], limit_s: float = OPERATION_S) -> T:
+    """Return what an operation returns; raises StoreLost, also where it does not end in time."""
+    try:
+        return operation.result(limit_s)
+    except TimeoutError:
+        raise StoreLost(f"no answer in {limit_s:.3g} s") from None
 
 
 class Courier:
@@ -68,7 +59,7 @@ class Courier:
 
     def __init__(self, connect: Callable[[], Any], name: str) -> None:
         self.release: Callable[[], None] = lambda: None
-        self._parcels: queue.SimpleQueue[Parcel[Any] | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._connection: Any = None
         self._has_ended = False
         self.thread = threading.Thread(target=self._serve, args=(connect,), daemon=True, name=name)
@@ -76,39 +67,39 @@ class Courier:
         self.thread.start()
         self.start(lambda connection: None)  # connect now: later the host may have gone
 
-    def start(self, operation: Callable[[Any], T]) -> Parcel[T]:
+    def start(self, operation: Callable[[Any], T]) -> Future[T]:
         """Let the thread call `operation` with its connection, behind what it was given before.
 
         Behind `close` it fails at once.
         """
-        parcel = Parcel(operation)
-        self._parcels.put(parcel)
+        future: Future[T] = Future()
+        self._asked.put((operation, future))
         if self._has_ended:
             self._refuse_left()
-        return parcel
+        return future
 
     def do(self, operation: Callable[[Any], T], limit_s: float = OPERATION_S) -> T:
         """Return what the operation returns; raises StoreLost where it does not end in time."""
         if self._connection is None:  # the store's host may ask a name server who it is that connects
             limit_s = max(limit_s, CONNECT_S)
-        return self.start(operation).result(limit_s)
+        return result_of(self.start(operation), limit_s)
 
     def close(self) -> None:
         """End the thread behind its last operation. Takes no lock: a garbage collector may call it."""
-        self._parcels.put(None)
+        self._asked.put(None)
 
     def _serve(self, connect: Callable[[], Any] | None) -> None:
-        while (parcel := self._parcels.get()) is not None:
+        while (asked := self._asked.get()) is not None:
+            operation, future = asked
             try:
                 if self._connection is None:
                     assert connect is not None
                     self._connection = connect()
                     connect = None  # the store's process can end it only while nobody else holds it
-                parcel.value = parcel.operation(self._connection)
+                future.set_result(operation(self._connection))
             except Exception as error:
-                parcel.error = error
-            parcel.under_way.release()
-            del parcel  # and what it carries
+                future.set_exception(StoreLost(str(error)))
+            del asked, operation, future  # and what they carry
         self._connection = None
         self._has_ended = True  # before what has come behind the end is refused: nobody waits for it
         self._refuse_left()
@@ -117,9 +108,8 @@ class Courier:
     def _refuse_left(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                if (parcel := self._parcels.get_nowait()) is not None:
-                    parcel.error = StoreLost("the connection has been closed")
-                    parcel.under_way.release()
+                if (asked := self._asked.get_nowait()) is not None:
+                    asked[1].set_exception(StoreLost("the connection has been closed"))
 
 
 _couriers: set[Courier] = set()  # whose threads have not ended

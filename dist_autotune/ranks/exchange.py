@@ -1,7 +1,7 @@
 """The exchanges of a group: one report of each rank to the deciding rank, one order back.
 
 Exchange 7 has these keys. `7/3` is the report of rank 3. `7` is its end, which is written once, by
-`compare_set`: the order, the failure of a rank, or the ranks that were missing; so all ranks leave the
+`compare_set`: the order, or the failure of a rank, or the ranks that were missing; so all ranks leave the
 exchange alike. `7/0` says that rank 0, which decides, waits for others. `7/beats` counts on while a rank
 compiles that the others wait for. `7/left` counts the ranks that have read the end of a session's last
 exchange: the last one deletes all. Other keys are deleted in the next exchange; what ranks have left behind
@@ -14,14 +14,15 @@ import math
 import time
 import zlib
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 from msgspec import Struct, msgpack
 
-from ..errors import NoValidConfig
+from ..errors import AgreementTimeout, NoValidConfig, PeerFailed, PeerHasNoConfig, PutAside, TuningError
 from ..formatting import described
-from .courier import OPERATION_S, Connections, Courier, Parcel, StoreLost, await_values
+from .courier import OPERATION_S, Connections, Courier, StoreLost, await_values, has_ended, result_of
 
 T = TypeVar("T")
 
@@ -34,21 +35,35 @@ FAREWELL_S = 1.0  # how long the deciding rank waits for others to read a sessio
 LARGE_BYTES = 1 << 16  # of a message that is compressed: torch's store takes 8 MiB
 
 
-class FailedExchange(Struct, frozen=True, omit_defaults=True):
-    """How an exchange ended without an order: a rank has failed, or ranks were missing."""
+class Failure(Struct, frozen=True):
+    """How an exchange has ended without an order: the same on all ranks."""
 
-    rank: int  # that has failed, or whose time was up
-    error: str = ""  # of the rank that has failed
-    is_unusable: bool = False  # it has no config left
-    missing: tuple[int, ...] = ()
-    waited_s: float = 0.0
-    what: str = ""  # the ranks were to agree on
-    is_lost: bool = False  # the store has gone; known to this rank alone
-    is_aside: bool = False  # those that were missing live, and are in no call
+    kind: str  # of `KINDS`
+    ranks: tuple[int, ...]  # that has failed, or were missing
+    text: str
+
+    def on(self, rank: int) -> TuningError:
+        """Return what this rank raises."""
+        kind: Any = KINDS[self.kind]
+        if not issubclass(kind, PeerFailed):
+            return kind(self.text, self.ranks)  # type: ignore[no-any-return]
+        text = f"rank {self.ranks[0]} failed, so this call ends on rank {rank} too: {self.text}"
+        return kind(text, self.ranks[0], self.text)  # type: ignore[no-any-return]
 
 
-End: TypeAlias = bytes | FailedExchange
-_to_bytes, _read_failure = msgpack.Encoder().encode, msgpack.Decoder(FailedExchange).decode
+KINDS = {kind.__name__: kind for kind in (PeerFailed, PeerHasNoConfig, AgreementTimeout, PutAside)}
+_to_bytes, _read_failure = msgpack.Encoder().encode, msgpack.Decoder(Failure).decode
+
+
+class Wait(Struct, frozen=True):
+    """What an exchange is for, and how long a rank waits in it.
+
+    patience_s: after so long it ends, where those that are missing are in no call (`tell_idle`).
+    """
+
+    what: str  # the ranks are to agree on
+    timeout_s: float
+    patience_s: float = math.inf
 
 
 class Exchanges:
@@ -58,16 +73,12 @@ class Exchanges:
     """
 
     def __init__(
-        self,
-        connections: Connections,
-        prefix: str,
-        ranks: tuple[int, ...],
-        rank: int,
-        idle_prefix: str = "",
+        self, connections: Connections, prefix: str, ranks: tuple[int, ...], rank: int, idle_prefix: str = ""
     ) -> None:
         self.number = 0  # of this rank's next exchange
         self._connections, self._prefix, self._idle_prefix = connections, prefix, idle_prefix or prefix
         self._ranks, self._rank, self._leader = ranks, rank, ranks[0]
+        self._others = [each for each in ranks if each != rank]
         self._courier: Courier | None = None  # from an exchange to the end of its session
         self._trash: list[str] = []  # keys to be deleted in the next exchange
         self._limit_s = OPERATION_S
@@ -79,32 +90,30 @@ class Exchanges:
         self,
         report: bytes,
         decide: Decide,
-        timeout_s: float,
-        what: str,
-        patience_s: float = math.inf,
+        wait: Wait,
         fail_later: Callable[[BaseException], None] | None = None,
-    ) -> End:
-        """Return the order, or how the exchange ended without one: the same on all ranks.
+    ) -> bytes:
+        """Return the order; raises on all ranks alike where there is none, and StoreLost's AgreementTimeout.
 
-        patience_s: after so long it ends, where those that are missing are in no call (`tell_idle`).
         fail_later: tells peers that have gone on of an exception here; None: in the next exchange.
         """
         number, self.number = self.number, self.number + 1
-        began, self._limit_s, self._idle = time.monotonic(), min(OPERATION_S, timeout_s / 2), {}
+        self._limit_s, self._idle = min(OPERATION_S, wait.timeout_s / 2), {}
         self._courier = self._courier or self._connections.take()
         try:
-            end = self._take_part(number, report, decide, timeout_s, what, patience_s)
+            end = self._take_part(number, report, decide, wait)
         except StoreLost as error:
             self._left = number
-            waited_s = round(time.monotonic() - began, 1)
-            return FailedExchange(self._rank, str(error), waited_s=waited_s, what=what, is_lost=True)
+            text = f"Rank {self._rank} lost {self._connections.name}, while agreeing on {wait.what}: {error}"
+            raise AgreementTimeout(text, self._connections.hosts) from None
         except BaseException as error:  # of the decision, or Ctrl-C
             if not self._tell_failure(number, error):
                 (fail_later or self.fail)(error)
             raise
-        if isinstance(end, FailedExchange):
+        if end[:1] == b"F":
             self._leave(number, has_order=False)
-        return end
+            raise _read_failure(end[1:]).on(self._rank)
+        return _unpacked(end[1:])
 
     def fail(self, error: BaseException) -> None:
         """Tell the peers that this rank does not come to its next exchange."""
@@ -112,23 +121,16 @@ class Exchanges:
         if not self._tell_failure(number, error):
             self.fail(error)  # they have gone on
 
-    def find_failure(self, number: int) -> FailedExchange | None:
+    def find_failure(self, number: int) -> TuningError | None:
         """Return how an exchange that this rank has not come to has failed; raises StoreLost."""
+        key = str(number)
+        end = self._do(lambda store: bytes(store.get(key)) if store.check([key]) else b"")
+        return _read_failure(end[1:]).on(self._rank) if end[:1] == b"F" else None
 
-        def read(store: Any) -> bytes:
-            return bytes(store.get(str(number))) if store.check([str(number)]) else b""
-
-        end = _read_end(self._do(read))
-        return end if isinstance(end, FailedExchange) else None
-
-    def beat(self) -> None:
-        """Count on: this rank compiles before its next exchange, and who waits there waits longer."""
-        self.beat_in(self.number)
-
-    def beat_in(self, number: int) -> None:
-        key = f"{number}/beats"
-        if key not in self._trash:
-            self._trash.append(key)
+    def beat(self, number: int | None = None) -> None:
+        """Count on: this rank compiles before an exchange, its next one, and who waits there waits longer."""
+        key = f"{self.number if number is None else number}/beats"
+        self._trash += [] if key in self._trash else [key]
         self._at_once(lambda store: store.add(key, 1))
 
     def tell_idle(self) -> None:
@@ -151,12 +153,10 @@ class Exchanges:
 
     # -- one exchange --------------------------------------------------------------------------------------
 
-    def _take_part(
-        self, number: int, report: bytes, decide: Decide, timeout_s: float, what: str, patience_s: float
-    ) -> End:
+    def _take_part(self, number: int, report: bytes, decide: Decide, wait: Wait) -> bytes:
+        """Return the end of an exchange, as it stands in the store."""
         leads, mine = self._rank == self._leader, f"{number}/{self._rank}"
-        others = [rank for rank in self._ranks if rank != self._rank]
-        awaited = [f"{number}/{rank}" for rank in others] if leads else [str(number)]
+        awaited = [f"{number}/{rank}" for rank in self._others] if leads else [str(number)]
         packed, old = (b"", []) if leads else (_packed(report), self._left_over(number))
 
         def post_and_wait(store: Any) -> list[bytes]:
@@ -165,64 +165,61 @@ class Exchanges:
                 _delete(store, old)  # while the deciding rank gathers
             return await_values(store, awaited)
 
-        parcel = self._wait_for(post_and_wait)
+        waiting = self._wait_for(post_and_wait)
         self._trash += [] if leads else [mine]
         try:
-            found = self._awaited(parcel, number, timeout_s, patience_s)
+            found = self._awaited(waiting, number, wait)
             if found is None:
-                return _read_end(self._give_up(number, timeout_s, what, patience_s))
+                return self._give_up(number, wait)
             if not leads:
-                return _read_end(found[0])
-            reports = {self._rank: report, **dict(zip(others, map(_unpacked, found), strict=True))}
+                return found[0]
+            reports = {self._rank: report, **dict(zip(self._others, map(_unpacked, found), strict=True))}
             order = b"O" + _packed(decide(dict(sorted(reports.items()))))
         finally:
-            if leads and not parcel.wait(0):
-                self._release(number, parcel)
+            if leads and not waiting.done():
+                self._release(number)
         writing = self._wait_for(lambda store: bytes(store.compare_set(str(number), "", order)))
         old = self._left_over(number)
         self._trash.append(str(number))
         self._wait_for(lambda store: _delete(store, old))  # all ranks have come to this exchange
-        return _read_end(writing.result(self._limit_s))
+        return result_of(writing, self._limit_s)
 
-    def _awaited(self, parcel: Parcel[T], number: int, timeout_s: float, patience_s: float) -> T | None:
+    def _awaited(self, waiting: Future[T], number: int, wait: Wait) -> T | None:
         """Return what the courier's operation returns; None: a peer has failed, or the time is up."""
-        began = time.monotonic()
+        began, timeout_s = time.monotonic(), wait.timeout_s
         deadline, latest = began + timeout_s, began + PATIENCE * timeout_s
         looking, beats, beats_key, mine = None, 0, f"{number}/beats", f"{number}/{self._rank}"
 
         def look_around(store: Any) -> tuple[bool, int]:
             if self._rank == self._leader:
                 store.set(mine, b"here")  # it is not the one that is missing
-            count = int(store.get(beats_key)) if store.check([beats_key]) else 0
-            if time.monotonic() - began > min(patience_s / 2, timeout_s):
+            if time.monotonic() - began > min(wait.patience_s / 2, timeout_s):
                 self._look_for_idle(store, number)
-            return store.check([str(number)]), count
+            return store.check([str(number)]), _count(store, beats_key)
 
-        while not parcel.wait(min(LOOK_S, timeout_s / 8)):
+        while not has_ended(waiting, min(LOOK_S, timeout_s / 8)):
             now = time.monotonic()
-            if looking is not None and looking.wait(0):
-                has_ended, count = looking.result()
-                if has_ended and self._rank == self._leader:
+            if looking is not None and looking.done():
+                is_over, count = result_of(looking)
+                if is_over and self._rank == self._leader:
                     return None
                 if count != beats:
-                    beats = count
-                    deadline = min(now + max(timeout_s, 3 * HEARTBEAT_S), latest)
+                    beats, deadline = count, min(now + max(timeout_s, 3 * HEARTBEAT_S), latest)
                 looking = None
             self._trash += [] if mine in self._trash else [mine]
             looking = looking or self._at_once(look_around)
-            if now >= deadline or (now > began + patience_s and self._is_aside(now)):
+            if now >= deadline or (now > began + wait.patience_s and self._is_aside(now)):
                 return None
-        return parcel.result()
+        return result_of(waiting)
 
     def _look_for_idle(self, store: Any, number: int) -> None:
         """See which ranks are missing, and how often they have told that they are in no call."""
-        found, idle = {}, dist.PrefixStore(self._idle_prefix, store.underlying_store)
+        idle, known, self._idle = dist.PrefixStore(self._idle_prefix, store.underlying_store), self._idle, {}
         for rank in self._ranks:
             if not store.check([f"{number}/{rank}"]):
-                count = int(idle.get(_idle_key(rank))) if idle.check([_idle_key(rank)]) else 0
-                known = self._idle.get(rank, (count, -math.inf))
-                found[rank] = known if known[0] == count else (count, time.monotonic())
-        self._idle = found
+                count = _count(idle, _idle_key(rank))
+                before, since = known.get(rank, (count, -math.inf))
+                self._idle[rank] = count, since if count == before else time.monotonic()
 
     def _is_aside(self, now: float) -> bool:
         """Return whether all that are missing have told since a while ago that they are in no call."""
@@ -231,32 +228,27 @@ class Exchanges:
 
     # -- ends without an order -----------------------------------------------------------------------------
 
-    def _give_up(self, number: int, timeout_s: float, what: str, patience_s: float) -> bytes:
-        is_aside = self._is_aside(time.monotonic())
-        waited_s = min(timeout_s, patience_s) if is_aside else timeout_s
+    def _give_up(self, number: int, wait: Wait) -> bytes:
+        is_aside, what = self._is_aside(time.monotonic()), wait.what
 
         def write(store: Any) -> bytes:
-            others = [rank for rank in self._ranks if rank != self._rank]
-            missing = [rank for rank in others if not store.check([f"{number}/{rank}"])]
-            return self._write_failure(
-                store,
-                number,
-                FailedExchange(
-                    self._rank,
-                    missing=tuple(missing or [self._leader]),
-                    waited_s=waited_s,
-                    what=what,
-                    is_aside=is_aside,
-                ),
-            )
+            missing = tuple(r for r in self._others if not store.check([f"{number}/{r}"])) or (self._leader,)
+            names = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {list(missing)}"
+            text = f"Rank {self._rank} waited {wait.timeout_s:g} s for {names} to agree on {what}."
+            if is_aside:
+                waited_s = min(wait.timeout_s, wait.patience_s)
+                text = f"{names} made no call of it within {waited_s:.3g} s, so {what} counts for no rank"
+            kind = PutAside if is_aside else AgreementTimeout
+            return _write_failure(store, number, Failure(kind.__name__, missing, text))
 
         return self._do(write)
 
     def _tell_failure(self, number: int, error: BaseException) -> bool:
         """Write that this rank has failed; return whether the others learn of it in this exchange."""
-        failure = FailedExchange(self._rank, described(error)[:2000], isinstance(error, NoValidConfig))
+        kind = PeerHasNoConfig if isinstance(error, NoValidConfig) else PeerFailed
+        failure = Failure(kind.__name__, (self._rank,), described(error)[:2000])
         try:
-            is_told = self._do(lambda store: self._write_failure(store, number, failure))[:1] == b"F"
+            is_told = self._do(lambda store: _write_failure(store, number, failure))[:1] == b"F"
         except StoreLost:
             self._left = number
             return True
@@ -264,20 +256,14 @@ class Exchanges:
             self._leave(number, has_order=False)
         return is_told
 
-    @staticmethod
-    def _write_failure(store: Any, number: int, failure: FailedExchange) -> bytes:
-        return bytes(store.compare_set(str(number), "", b"F" + _to_bytes(failure)))
-
-    def _release(self, number: int, gathering: Parcel[Any]) -> None:
+    def _release(self, number: int) -> None:
         """Let the deciding rank's courier go, which waits for reports that may never come."""
-        keys, limit_s = [f"{number}/{rank}" for rank in self._ranks], self._limit_s
+        keys = [f"{number}/{rank}" for rank in self._ranks]
 
         def stand_in(store: Any) -> None:
-            until = time.monotonic() + limit_s
-            while not gathering.wait(1e-3) and time.monotonic() < until:
-                for key in keys:
-                    if not store.check([key]):
-                        store.set(key, b"")
+            for key in keys:
+                if not store.check([key]):
+                    store.set(key, b"")
 
         self._at_once(stand_in)
 
@@ -285,10 +271,9 @@ class Exchanges:
 
     def _left_over(self, number: int) -> list[str]:
         """Return the keys of earlier exchanges, to be deleted now; those of this one are kept."""
-        now = f"{number}/"
-        old = [key for key in self._trash if not key.startswith(now)]
-        self._trash = [key for key in self._trash if key.startswith(now)]
-        return old
+        now, known = f"{number}/", self._trash
+        self._trash = [key for key in known if key.startswith(now)]
+        return [key for key in known if not key.startswith(now)]
 
     def _leave(self, number: int, *, has_order: bool) -> None:
         """Count this rank out of a session's last exchange; the last rank that leaves deletes its keys."""
@@ -308,17 +293,17 @@ class Exchanges:
                 while store.check([str(number)]) and time.monotonic() < until:
                     time.sleep(1e-3)
 
-        self._at_once(lambda store: None).wait(self._limit_s)  # behind the last beat,
+        has_ended(self._at_once(lambda store: None), self._limit_s)  # behind the last beat,
         self._courier = self._courier or self._connections.take()
-        if self._wait_for(write).wait(self._limit_s):  # and behind the wait for the end
+        if has_ended(self._wait_for(write), self._limit_s):  # and behind the wait for the end
             self.close()
 
-    def _wait_for(self, operation: Callable[[Any], T]) -> Parcel[T]:
+    def _wait_for(self, operation: Callable[[Any], T]) -> Future[T]:
         """Start an operation that may wait for peers, behind those before."""
         assert self._courier is not None
         return self._courier.start(self._with_prefix(operation))
 
-    def _at_once(self, operation: Callable[[Any], T]) -> Parcel[T]:
+    def _at_once(self, operation: Callable[[Any], T]) -> Future[T]:
         """Start an operation that waits for nobody."""
         return self._connections.scout.start(self._with_prefix(operation))
 
@@ -333,9 +318,18 @@ def _idle_key(rank: int) -> str:
     return f"idle/{rank}"
 
 
+def _count(store: Any, key: str) -> int:
+    return int(store.get(key)) if store.check([key]) else 0
+
+
 def _delete(store: Any, keys: list[str]) -> None:
     for key in keys:
         store.delete_key(key)
+
+
+def _write_failure(store: Any, number: int, failure: Failure) -> bytes:
+    """Write how an exchange fails, unless it has ended; return its end."""
+    return bytes(store.compare_set(str(number), "", b"F" + _to_bytes(failure)))
 
 
 def _packed(message: bytes) -> bytes:
@@ -344,7 +338,3 @@ def _packed(message: bytes) -> bytes:
 
 def _unpacked(message: bytes) -> bytes:
     return zlib.decompress(message[1:]) if message[:1] == b"Z" else message[1:]
-
-
-def _read_end(end: bytes) -> End:
-    return _read_failure(end[1:]) if end[:1] == b"F" else _unpacked(end[1:])

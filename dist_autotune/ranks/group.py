@@ -15,17 +15,9 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 
 from .. import settings
-from ..errors import (
-    AgreementTimeout,
-    InvalidOption,
-    PeerFailed,
-    PeerHasNoConfig,
-    PutAside,
-    RankMismatch,
-    TuningError,
-)
+from ..errors import AgreementTimeout, InvalidOption, PutAside, RankMismatch, TuningError
 from .courier import StoreLost, connections, prefix_of
-from .exchange import Decide, Exchanges, FailedExchange
+from .exchange import Decide, Exchanges, Wait
 from .questions import CallCount, questions
 from .turns import LocalTurn, Turns
 from .watchdog import Watch, Watchdog
@@ -104,10 +96,7 @@ class ProcessGroup(RankGroup):
     def exchange(
         self, report: bytes, decide: Decide, timeout_s: float, what: str, patience_s: float = math.inf
     ) -> bytes:
-        end = self._exchanges.exchange(report, decide, timeout_s, what, patience_s)
-        if isinstance(end, FailedExchange):
-            raise self._error_of(end)
-        return end
+        return self._exchanges.exchange(report, decide, Wait(what, timeout_s, patience_s))
 
     def fail(self, error: BaseException) -> None:
         group = self._group()
@@ -124,25 +113,28 @@ class ProcessGroup(RankGroup):
     def new_turns(self, name: str) -> Turns:
         self._asked[name] += 1  # functions of one name: the n-th of all ranks belong together
         own = self._new_exchanges(f"{self._prefix}/turns/{name}/{self._asked[name]}")
-        return Turns(name, own, leads=self.rank == self.ranks[0], fail_session=self.fail)
+        return Turns(name, own, self.rank == self.ranks[0], self.fail)
 
     def take_turn(
         self, turns: Turns, turn: LocalTurn, timeout_s: float, what: str, patience_s: float = math.inf
     ) -> bool:
         scout, own = self._connections.scout, f"{self._prefix}/asks/{self.rank}"
         scout.start(lambda store: store.set(own, turns.name))
-        end = turns.take(turn, timeout_s, what, patience_s)
-        if not isinstance(end, FailedExchange):
-            scout.start(lambda store: store.delete_key(own))
-            return end
-        if end.missing and not end.is_aside and (asked := self._asked_by(end.missing)):
+        try:
+            has_turn = turns.take(turn, Wait(what, timeout_s, patience_s))
+        except PutAside:
+            raise
+        except AgreementTimeout as error:
+            if not (asked := self._asked_by(error.missing_ranks)):
+                raise
             asked = dict(sorted({**asked, self.rank: turns.name}.items()))
             names = "; ".join(f"rank {rank}: {name}" for rank, name in asked.items())
             raise RankMismatch(
                 f"ranks differ in the tuned function: {names}. All ranks must run the same code with the "
                 "same options, and call the same tuned functions."
-            )
-        raise self._error_of(end)
+            ) from None
+        scout.start(lambda store: store.delete_key(own))
+        return has_turn
 
     def _asked_by(self, ranks: tuple[int, ...]) -> dict[int, str]:
         """Return the functions for whose turn other ranks have asked last, and not had it."""
@@ -167,22 +159,6 @@ class ProcessGroup(RankGroup):
         """End all that was started for the group: it has ended. Takes no lock: a collector may call it."""
         self._watchdog.close()
         self._exchanges.close()
-
-    def _error_of(self, end: FailedExchange) -> TuningError:
-        if end.is_lost:
-            store = self._connections
-            text = f"Rank {self.rank} lost {store.name}, while agreeing on {end.what}: {end.error}"
-            return AgreementTimeout(text, store.hosts)
-        if end.error:
-            kind = PeerHasNoConfig if end.is_unusable else PeerFailed
-            text = f"rank {end.rank} failed, so this call ends on rank {self.rank} too: {end.error}"
-            return kind(text, end.rank, end.error)
-        names = f"rank {end.missing[0]}" if len(end.missing) == 1 else f"ranks {list(end.missing)}"
-        if end.is_aside:
-            text = f"{names} made no call of it within {end.waited_s:.3g} s, so {end.what} counts for no rank"
-            return PutAside(text, end.missing)
-        text = f"Rank {end.rank} waited {end.waited_s:g} s for {names} to agree on {end.what}."
-        return AgreementTimeout(text, end.missing)
 
 
 class Groups:

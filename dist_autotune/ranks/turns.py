@@ -8,14 +8,14 @@ where ranks begin two functions in different order, nor where groups overlap.
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from . import exchange
-from .exchange import Exchanges, FailedExchange
+from .exchange import Exchanges, Wait
 
 START, WITHOUT, LATER = b"start", b"without", b"later"
 PAUSES_S = 0.01, 0.05  # between two asks, drawn anew
@@ -30,58 +30,43 @@ class LocalTurn(Protocol):
     def release(self) -> None: ...
 
 
+@dataclass(eq=False)
 class Turns:
     """Asks for the turn of one function on one rank of a group.
 
-    name: of the function. fail_session: tells peers that have a session open of an exception here.
+    fail_session: tells peers that have a session open of an exception here.
     """
 
-    def __init__(
-        self, name: str, exchanges: Exchanges, *, leads: bool, fail_session: Callable[[BaseException], None]
-    ) -> None:
-        self.name = name
-        self._exchanges, self._leads, self._fail_session = exchanges, leads, fail_session
+    name: str  # of the function
+    exchanges: Exchanges
+    leads: bool
+    fail_session: Callable[[BaseException], None]
 
-    def take(
-        self, turn: LocalTurn, timeout_s: float, what: str, patience_s: float = math.inf
-    ) -> FailedExchange | bool:
-        """Take the turn on all ranks; False: no session is opened; FailedExchange: a rank is missing."""
-        take_part = self._exchanges.exchange
+    def take(self, turn: LocalTurn, wait: Wait) -> bool:
+        """Take the turn on all ranks; False: no session is opened. Raises as `Exchanges.exchange`."""
+        exchanges, told_at = self.exchanges, time.monotonic()
+
+        def beat() -> None:
+            """Keep the others waiting while the deciding rank waits for its process."""
+            nonlocal told_at
+            if time.monotonic() - told_at > exchange.HEARTBEAT_S:
+                told_at = time.monotonic()
+                exchanges.beat(exchanges.number - 1)
+
+        def start(reports: dict[int, bytes]) -> bytes:
+            return START if turn.acquire(beat) else WITHOUT
+
         while True:
-            beat = self._beats(self._exchanges.number)
-
-            def start(reports: dict[int, bytes], beat: Callable[[], None] = beat) -> bytes:
-                return START if turn.acquire(beat) else WITHOUT
-
-            order = take_part(b"", start, timeout_s, what, patience_s)
+            order = exchanges.exchange(b"", start, wait)
             if order == START:
-                word = self._word(turn)
-                order = take_part(word, _agreed, timeout_s, what, fail_later=self._fail_session)
-            if isinstance(order, FailedExchange):
-                return order
+                free = self.leads or turn.try_acquire()
+                word = START if free else WITHOUT if turn.is_overdue() else LATER
+                order = exchanges.exchange(word, _agreed, wait, fail_later=self.fail_session)
             if order != LATER:
-                self._exchanges.leave()
+                exchanges.leave()
                 return order == START
             turn.release()
             time.sleep(random.uniform(*PAUSES_S))
-
-    def _word(self, turn: LocalTurn) -> bytes:
-        """Return what this rank says when the deciding rank starts the function."""
-        if self._leads or turn.try_acquire():
-            return START
-        return WITHOUT if turn.is_overdue() else LATER
-
-    def _beats(self, number: int) -> Callable[[], None]:
-        """Return what keeps the others waiting while the deciding rank waits for its process."""
-        latest = time.monotonic()
-
-        def beat() -> None:
-            nonlocal latest
-            if time.monotonic() - latest > exchange.HEARTBEAT_S:
-                latest = time.monotonic()
-                self._exchanges.beat_in(number)
-
-        return beat
 
 
 def _agreed(words: dict[int, bytes]) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import logging
+import math
 import os
 import sys
 import threading
@@ -12,9 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from ..errors import PeerFailed, TuningError
 from . import exchange
 from .courier import StoreLost
-from .exchange import PATIENCE, FailedExchange
+from .exchange import PATIENCE
 
 logger = logging.getLogger("dist_autotune")
 
@@ -32,14 +34,14 @@ class Watch:
 
 @dataclass(eq=False)
 class _Run:
-    """One run of the user's function, as far as it is watched."""
+    """A run of the user's function that is watched."""
 
     watch: Watch
-    sequence: int  # of the exchange at its end
-    began: float
-    compiled_s: float = 0.0
-    is_overdue: bool = False  # and reported
-    is_abandoned: bool = False  # the peers have gone on, and `follow` reports it
+    is_under_way: Callable[[], bool]
+    sequence: int = -1  # of the exchange at its end; -1: of none
+    reason: str = ""  # why peers have gone on without it
+    lasted_s: float = -1.0  # a tenth of the time in which this rank compiles counts; below 0: has just begun
+    end_at: float = 0.0  # when it is ended; 0: it is not reported
 
 
 class Watchdog:
@@ -53,7 +55,7 @@ class Watchdog:
         self,
         rank: int,
         beat: Callable[[], None] = lambda: None,
-        find_failure: Callable[[int], FailedExchange | None] = lambda sequence: None,
+        find_failure: Callable[[int], TuningError | None] = lambda sequence: None,
     ) -> None:
         self._rank, self._beat, self._find_failure = rank, beat, find_failure
         self._beating = threading.Lock()
@@ -62,23 +64,21 @@ class Watchdog:
         # Of any number of threads:
         self._tell_idle: Callable[[], None] | None = None  # while this rank is between calls of a session
         self._idle_since = 0.0
-        self._compiling: list[float] = []  # when blocks that compile have begun
+        self._compiling = 0  # blocks
         self._runs: list[_Run] = []
 
     @contextlib.contextmanager
     def beating(self) -> Iterator[None]:
         """Send heartbeats while the block compiles."""
         self._start()
-        began = time.monotonic()
-        self._compiling.append(began)
+        with self._beating:
+            self._compiling += 1
         self._beat()
         try:
             yield
         finally:
             with self._beating:  # none is sent behind the block
-                self._compiling.remove(began)
-            for run in list(self._runs):
-                run.compiled_s += time.monotonic() - began
+                self._compiling -= 1
 
     def idle(self, tell: Callable[[], None] | None) -> None:
         """Call `tell` once a heartbeat from now on, unless the next call comes soon; None: no longer."""
@@ -89,9 +89,8 @@ class Watchdog:
     @contextlib.contextmanager
     def watching(self, sequence: int, watch: Watch) -> Iterator[None]:
         """Watch while the block runs."""
+        self._runs.append(run := _Run(watch, lambda: run in self._runs, sequence))
         self._start()
-        run = _Run(watch, sequence, time.monotonic())
-        self._runs.append(run)
         try:
             yield
         finally:
@@ -99,21 +98,8 @@ class Watchdog:
 
     def follow(self, watch: Watch, reason: str, is_stuck: Callable[[], bool]) -> None:
         """Report once that this rank stays in a run that peers have left; later, if asked, end it."""
-
-        def serve() -> None:
-            time.sleep(exchange.HEARTBEAT_S)
-            if not is_stuck():
-                return
-            finding = f"is still in {watch.what}, but {reason}"
-            self._report(watch, finding, "If it waits in one of your collectives")
-            until = time.monotonic() + watch.timeout_s
-            while is_stuck() and not self._is_closed:
-                if time.monotonic() > until:
-                    self._abort(watch, is_stuck)
-                    return
-                time.sleep(exchange.HEARTBEAT_S)
-
-        threading.Thread(target=serve, name="dist_autotune stuck", daemon=True).start()
+        self._runs.append(_Run(watch, is_stuck, reason=reason))
+        self._start()
 
     def close(self) -> None:
         """End the thread at its next look. Takes no lock: a garbage collector may call it, on any thread."""
@@ -125,53 +111,53 @@ class Watchdog:
             self._thread.start()
 
     def _serve(self) -> None:
+        latest = time.monotonic()
         while not self._is_closed:
             time.sleep(exchange.HEARTBEAT_S)
             with self._beating:
                 if self._compiling and not self._is_closed:
                     self._beat()
-            now = time.monotonic()
-            is_idle = now - self._idle_since >= exchange.HEARTBEAT_S / 2
+            before, latest = latest, time.monotonic()
+            is_idle = latest - self._idle_since >= exchange.HEARTBEAT_S / 2
             if is_idle and (tell := self._tell_idle) is not None and not self._is_closed:
                 tell()
-            latest = now - exchange.HEARTBEAT_S
-            for run in [run for run in list(self._runs) if run.began <= latest]:
-                self._check_duration(run)
-                if not (run.is_abandoned or self._is_closed):
-                    self._check_peers(run)
+            for run in list(self._runs):
+                if run.lasted_s < 0:
+                    run.lasted_s = 0.0
+                elif not self._is_closed:
+                    run.lasted_s += (latest - before) / (PATIENCE if self._compiling else 1)
+                    self._look_at(run)
 
-    def _check_peers(self, run: _Run) -> None:
-        """See whether the peers have gone on without this rank."""
+    def _look_at(self, run: _Run) -> None:
+        """Report once that a run's peers have gone on, or that it lasts too long; later, if asked, end it."""
+        watch, had_reason = run.watch, run.reason
+        if not run.is_under_way():
+            with contextlib.suppress(ValueError):  # its block has ended meanwhile
+                self._runs.remove(run)
+            return
+        run.reason = run.reason or self._reason(run)
+        if run.reason and not (had_reason and run.end_at):
+            finding = f"is still in {watch.what}, but {run.reason}"
+            self._report(run, finding, "If it waits in one of your collectives")
+        elif not run.end_at and watch.whereabouts is not None and run.lasted_s > watch.timeout_s:
+            finding = f"has been in {watch.what} for {run.lasted_s:.3g} s"
+            self._report(run, finding, "If it never ends")
+        elif run.end_at and time.monotonic() > run.end_at:
+            self._abort(run)
+
+    def _reason(self, run: _Run) -> str:
+        """Return why the peers have gone on without this rank; "": they have not."""
         try:
-            failure = self._find_failure(run.sequence)
+            failure = None if run.sequence < 0 else self._find_failure(run.sequence)
         except StoreLost:
-            return
-        if failure is not None:
-            run.is_abandoned = True
-            reason = "its peers timed out and went on without it"
-            if failure.error:
-                reason = f"rank {failure.rank} has failed ({failure.error})"
-            self.follow(run.watch, reason, lambda: run in self._runs)
+            return ""
+        if isinstance(failure, PeerFailed):
+            return f"rank {failure.rank} has failed ({failure.error})"
+        return "" if failure is None else "its peers timed out and went on without it"
 
-    def _check_duration(self, run: _Run) -> None:
-        """Report once that a run lasts longer than its time-out, whatever the peers do; later, maybe end it.
-
-        Time in which this rank compiles does not count, up to `PATIENCE` times the time-out.
-        """
-        watch, now = run.watch, time.monotonic()
-        if watch.whereabouts is None or run.is_abandoned:
-            return
-        lasted_s = now - run.began
-        compiled_s = run.compiled_s + sum(now - began for began in list(self._compiling))
-        over_s = lasted_s - min(compiled_s, (PATIENCE - 1) * watch.timeout_s) - watch.timeout_s
-        if over_s > 0 and not run.is_overdue:
-            run.is_overdue = True
-            self._report(watch, f"has been in {watch.what} for {lasted_s:.3g} s", "If it never ends")
-        elif over_s > watch.timeout_s:
-            self._abort(run.watch, lambda: run in self._runs)
-
-    def _report(self, watch: Watch, finding: str, condition: str) -> None:
+    def _report(self, run: _Run, finding: str, condition: str) -> None:
         """Report a finding, the position of the run, and the next step."""
+        watch = run.watch
         outlook = f"if it is still there in {watch.timeout_s:g} s, its process is ended (on_stuck='abort')"
         if watch.on_stuck != "abort":
             outlook = "nothing here can release it (on_stuck='abort' would end its process)"
@@ -180,14 +166,14 @@ class Watchdog:
         except Exception as error:  # a device that cannot be asked must not end the thread
             where = f"Its position is unknown ({type(error).__name__}: {error}). "
         _tell(watch, f"Rank {self._rank} {finding}. {where}{condition}, {outlook}.")
+        run.end_at = time.monotonic() + watch.timeout_s if watch.on_stuck == "abort" else math.inf
 
-    def _abort(self, watch: Watch, is_stuck: Callable[[], bool]) -> None:
-        if watch.on_stuck != "abort":
-            return
+    def _abort(self, run: _Run) -> None:
+        watch = run.watch
         _tell(watch, f"Rank {self._rank} ends: it is still in {watch.what} (on_stuck='abort').")
         with contextlib.suppress(Exception):  # stderr may be no file
             faulthandler.dump_traceback(sys.stderr)
-        if is_stuck():
+        if run.is_under_way():
             os._exit(1)
 
 

@@ -73,9 +73,9 @@ def test_a_key_that_one_rank_meets_keeps_its_config_and_is_told_as_untuned(rank)
 def test_a_key_is_asked_about_in_three_calls_at_most_and_retune_tunes_it(monkeypatch):
     def program(rank):
         step, bench, sizes = settled_step()
-        asked, genuine = [], questions.Questions.ask
+        asked, genuine = [], questions.CallCount.ask
         monkeypatch.setattr(
-            questions.Questions, "ask", lambda *args, **options: asked.append(1) or genuine(*args, **options)
+            questions.CallCount, "ask", lambda *args, **begins: asked.append(1) or genuine(*args, **begins)
         )
         if rank == 1:
             sizes.append(8)

@@ -5,9 +5,9 @@ from unittest import mock
 import pytest
 from rank_programs import wait_for
 
+from dist_autotune.errors import PeerFailed
 from dist_autotune.ranks import exchange
 from dist_autotune.ranks import watchdog as watchdog_module
-from dist_autotune.ranks.exchange import FailedExchange
 from dist_autotune.ranks.watchdog import Watch, Watchdog
 
 
@@ -34,7 +34,7 @@ def test_a_run_is_watched_while_another_one_ends():
     with watchdog.watching(5, watch):
         with watchdog.watching(5, watch):
             pass
-        failures[5] = FailedExchange(1, "Boom")
+        failures[5] = PeerFailed("", 1, "Boom")
         wait_for(lambda: told)
     assert "is still in a call, but rank 1 has failed (Boom)" in told[0]
     watchdog.close()
