@@ -23,6 +23,7 @@ import triton.language as tl
 from .compat import compiled_for, is_one_warp, leave_the_core
 
 SYSTEM = tl.constexpr("sys")  # the scope of words that other devices or the host write
+DEVICE = tl.constexpr("gpu")
 GIVEN_UP = tl.constexpr(1 << 30)  # added to the epoch of a signal that nobody shall wait for any more
 
 # On NVIDIA GPUs the clock is read once a round. A poll of a word in the own memory takes 0.2 us on an H200.
@@ -154,7 +155,7 @@ def notify(signal_ptr, epoch):
 
 
 @triton.jit
-def count_up(counter_ptr, SEM: tl.constexpr, SCOPE: tl.constexpr = "gpu"):
+def count_up(counter_ptr, SEM: tl.constexpr, SCOPE: tl.constexpr = DEVICE):
     """Add 1 after everything that this program has written; return what was counted before."""
     tl.debug_barrier()  # one thread counts, for the stores of all
     return tl.atomic_add(counter_ptr, 1, sem=SEM, scope=SCOPE)

@@ -39,8 +39,8 @@ class Product(NamedTuple):
 
 
 # It multiplies the gathered rows with weight [N, K] into out [world_size * rows, N]; the epilogue takes the
-# float32 sums before they are rounded. A call is the number of programs: the most that run at once.
-Consumer = ChunkBody[Product, int]
+# float32 sums before they are rounded.
+Consumer = ChunkBody[Product]
 
 
 @dataclass(frozen=True, eq=False)

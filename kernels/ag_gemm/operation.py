@@ -36,6 +36,7 @@ from ..exchange.flags import FLAGS, NO_MAIL, NOT_SENT, OTHER_ROWS
 from ..exchange.operation import INTERPRETED_PROGRAMS, Refusal
 from ..exchange.push import ChunkPusher, piece_counts
 from ..gemm.configs import class_of_rows
+from ..gemm.launch import ChunkCall
 from ..signals import Failure
 from ..tensors import (
     FP8,
@@ -156,6 +157,7 @@ class AllGatherGemm(NumberedCalls):
         memory = (self._buffer.a, self._pusher.flags, self._errors, self.rank, self.world_size)
         self._held = GatherMemory(*memory)
         self._layouts: dict[Hashable, GatherLayout] = {}  # by those of tensors that have been checked
+        self._chunk_calls: dict[int, ChunkCall] = {}  # by programs
 
     def _other_rows(self) -> str:
         return self._collective.differing()
@@ -365,13 +367,20 @@ class AllGatherGemm(NumberedCalls):
             of_device = {"has_tma": self._has_tma, "needs_fence": self._needs_fence}
             made = PlainConsumer(product, self._held, upcasts=self._upcasts, **of_device)
         if not is_capturing:
-            made.load(product, choice.programs, self._patience_ticks)
+            made.load(product, self._call_of(choice.programs), self._patience_ticks)
             product.layout.fill_nan(product.out, only_load=True)
         product.layout.consumers[choice.consumer] = made
         return made
 
+    def _call_of(self, programs: int) -> ChunkCall:
+        call = self._chunk_calls.get(programs)
+        if call is None:
+            world = self.world_size
+            call = self._chunk_calls[programs] = ChunkCall(world, world, programs, (self.rank,))
+        return call
+
     def _launch(self, product: Product, consumer: Consumer, programs: int) -> None:
-        consumer.launch(product, programs, self._patience_ticks)
+        consumer.launch(product, self._call_of(programs), self._patience_ticks)
         product.layout.fill_nan(product.out)
 
     # ---- calls that fail

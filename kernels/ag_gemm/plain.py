@@ -19,8 +19,7 @@ from ..epilogues import apply_epilogue, apply_scales, sums_of_a_result
 from ..exchange.chunks import wait_and_check_rows, wait_for_own, wait_for_rows
 from ..exchange.peers import Peers
 from ..gemm.configs import class_of_rows
-from ..gemm.launch import grid_of_chunks
-from ..launches.settled import Arguments, TunedKernel, TunedLaunch
+from ..launches.settled import Tensors, TunedKernel
 from ..products import factors_of, halves, multiply_tile, store_rows
 from ..tensors import begin_at_16_bytes, lies_by_columns, pitch_of
 from ..tiles import grouped_tile, rotated_chunk
@@ -157,15 +156,14 @@ class PlainConsumer(Consumer):
     def __init__(
         self, product: Product, held: GatherMemory, *, has_tma: bool, needs_fence: bool, upcasts: bool
     ) -> None:
-        super().__init__()
+        super().__init__(_KERNEL)
         _, weight, out, epilogue, *_ = product
-        gather, world = held.gather, held.world_size
+        gather, self._held = held.gather, held
         strides, addresses = (pitch_of(weight), out.stride(0)), (weight.data_ptr(), out.data_ptr())
         steps = (gather.stride(1) | strides[0]) * weight.element_size() | strides[1] * out.element_size()
-        self._held, self._rows = held, class_of_rows(len(out) // world)
-        self._numbers = (len(out), len(weight), gather.shape[2], gather.shape[1], *strides, held.rank)
+        self._size_class = class_of_rows(len(out) // held.world_size)
+        self._sizes, self._further = (len(out), len(weight), gather.shape[2]), (gather.shape[1], *strides)
         self._constants = {
-            "WORLD": world,
             "TMA_LEGAL": has_tma and begin_at_16_bytes(1, addresses, (steps,)),
             "BY_COLUMNS": lies_by_columns(weight),
             "FENCE": needs_fence,
@@ -173,13 +171,7 @@ class PlainConsumer(Consumer):
             "ACTIVATION": epilogue.kind().activation,
         }
 
-    def _prepare(self, call: int) -> TunedLaunch:
-        world, (rows, columns, *_) = self._held.world_size, self._numbers
-        grid = grid_of_chunks(rows // world, columns, world, call)
-        return TunedLaunch(_KERNEL, grid, self._constants, numbers=self._numbers)
-
-    def _arguments(self, operands: Product, patience_ticks: int) -> Arguments:
+    def _arguments(self, operands: Product) -> tuple[tuple[int, ...], Tensors]:
         _, weight, out, ending, *_ = operands
         gather, flags, errors, _, _ = self._held
-        tensors = (gather, weight, out, flags, errors, ending.scale_a, ending.scale_b, ending.bias)
-        return (), tensors, (patience_ticks, self._rows)
+        return (), (gather, weight, out, flags, errors, ending.scale_a, ending.scale_b, ending.bias)

@@ -11,11 +11,10 @@ from ..gemm.configs import any_width, blocks_of, class_of_chunk, gluon_candidate
 from ..gemm.launch import (
     can_take_chunks,
     constants_of_chunks,
-    grid_of_chunks,
     matrix_of_weight,
     tuned_over_chunks,
 )
-from ..launches.settled import Arguments, TunedKernel, TunedLaunch
+from ..launches.settled import Tensors, TunedKernel
 from ..matrices import Matrix, matrix_of_rows
 from ..tensors import FP8
 from .call import Consumer, GatherMemory, Product
@@ -68,28 +67,20 @@ class SpecializedConsumer(Consumer):
     """Multiplies in one kernel, whose load warp waits; only where `can_run`."""
 
     def __init__(self, product: Product, held: GatherMemory) -> None:
-        super().__init__()
+        super().__init__(_KERNEL)
         _, weight, out, epilogue, *_ = product
-        gather, self._activation = held.gather, epilogue.kind().activation
+        gather, self._tensors = held.gather, (held.flags, held.errors)
         self._matrices = _matrices(gather, weight, out)  # as they lie: their addresses are of the first call
-        self._held, self._gather_at = held, gather.data_ptr()
+        self._gather_at, self._further = gather.data_ptr(), (gather.shape[1],)
         self._sizes = (len(out), len(weight), gather.shape[2])
-        self._rows = _size_class(len(out) // held.world_size)
+        self._size_class = _size_class(len(out) // held.world_size)
+        activation = {"ACTIVATION": epilogue.kind().activation}
+        self._constants = constants_of_chunks(self._matrices, gather.device) | activation
 
-    def _prepare(self, call: int) -> TunedLaunch:
-        gather, flags, errors, rank, world = self._held
-        rows, columns, _ = self._sizes
-        grid = grid_of_chunks(rows // world, columns, world, call)
-        constants = constants_of_chunks(self._matrices, gather.device, world)
-        constants["ACTIVATION"] = self._activation
-        held, numbers = (flags, errors), (*self._sizes, gather.shape[1], rank)
-        return TunedLaunch(_KERNEL, grid, constants, self._matrices, held=held, numbers=numbers)
-
-    def _arguments(self, operands: Product, patience_ticks: int) -> Arguments:
+    def _arguments(self, operands: Product) -> tuple[tuple[int, ...], Tensors]:
         _, weight, out, ending, *_ = operands
         b = weight.data_ptr()
-        addresses = (self._gather_at, b, b, out.data_ptr())
-        return addresses, (ending.scale_a, ending.scale_b, ending.bias), (patience_ticks, self._rows)
+        return (self._gather_at, b, b, out.data_ptr()), (ending.scale_a, ending.scale_b, ending.bias)
 
 
 def _matrices(

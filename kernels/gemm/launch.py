@@ -10,7 +10,7 @@ At the end stands what kernels over chunks of rows share, those of `AllGatherGem
 from __future__ import annotations
 
 import abc
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -19,7 +19,7 @@ import triton
 
 from ..configs import capability, take_first
 from ..epilogues import GATED, NO_EPILOGUE, ONLY_SUMS, Epilogue, EpilogueKind
-from ..launches.settled import Arguments, Grid, TunedKernel, TunedLaunch
+from ..launches.settled import Tensors, TunedKernel, TunedLaunch
 from ..matrices import Matrix, as_matrix, matrix_of_rows
 from ..tensors import FP8, lies_by_columns
 from .body import gemm
@@ -28,7 +28,6 @@ from .copies import NOTHING, Copies, copied, copy, padded_copy, room_for, runs_a
 from .pruning import TYPE_NAMES, GemmShape, fewest_rows, prune, prune_chunks
 
 Operands = TypeVar("Operands")
-Call = TypeVar("Call", bound=Hashable)
 
 tuned_gemm = triton.autotune(
     configs=GLUON_CANDIDATES,
@@ -171,35 +170,65 @@ def _at(matrix: Matrix | None, tensor: torch.Tensor) -> Matrix | None:
 # ---- kernels over chunks of rows
 
 
-class ChunkBody(abc.ABC, Generic[Operands, Call]):
-    """A kernel over chunks, for operands that lie alike, of which it keeps no address.
+@dataclass(frozen=True, eq=False)
+class ChunkCall:
+    """What is the same in launches of all layouts; an operation makes each once, as they are compared so."""
 
-    Operands: the tensors of a call. Call: numbers of a launch, by which compiled form and grid differ.
+    world_size: int
+    chunks: int  # how many the launch computes: all, or one
+    programs: int  # the most that run at once
+    numbers: tuple[int, ...]  # of the kernel, in front of its patience
+
+
+class ChunkBody(abc.ABC, Generic[Operands]):
+    """A kernel over chunks of rows, for operands that lie alike, of which it keeps no address.
+
+    Operands: the tensors of a call. A subclass sets what its launches share: M, N and K of all chunks, the
+    numbers between those and a call's, constants, the class of a chunk's rows; and, where there are any, the
+    matrices of descriptors and the first tensors.
     """
 
     in_steps = False  # an eager call may launch it once for each chunk, as a captured call does
+    _sizes: tuple[int, int, int]
+    _further: tuple[int, ...]
+    _constants: dict[str, Any]
+    _size_class: int
+    _matrices: tuple[Matrix, ...] = ()
+    _tensors: tuple[torch.Tensor, ...] = ()
 
-    def __init__(self) -> None:
-        self._launches: dict[Call, TunedLaunch] = {}
+    def __init__(self, kernel: TunedKernel) -> None:
+        self._kernel = kernel
+        self._launches: dict[ChunkCall, TunedLaunch] = {}
 
-    def load(self, operands: Operands, call: Call, patience_ticks: int) -> None:
+    def load(self, operands: Operands, call: ChunkCall, patience_ticks: int) -> None:
         """Load what `launch` would run, and write nothing."""
-        self._prepare(call).load(*self._arguments(operands, patience_ticks))
+        self._launch_of(call).load(*self._arguments(operands), (patience_ticks, self._size_class))
 
-    def launch(self, operands: Operands, call: Call, patience_ticks: int) -> None:
+    def launch(self, operands: Operands, call: ChunkCall, patience_ticks: int) -> None:
         """Enqueue the kernel on the current stream; patience_ticks: how long it waits for a peer."""
         launch = self._launches.get(call)
         if launch is None:
-            launch = self._launches[call] = self._prepare(call)
-        launch(*self._arguments(operands, patience_ticks))
+            launch = self._launches[call] = self._launch_of(call)
+        launch(*self._arguments(operands), (patience_ticks, self._size_class))
+
+    def _launch_of(self, call: ChunkCall) -> TunedLaunch:
+        (rows, columns, _), world = self._sizes, call.world_size
+
+        def grid(meta: dict[str, Any]) -> tuple[int, int, int]:
+            width = meta["BLOCK_N"] + meta.get("EXTRA_N", 0)
+            tiles = triton.cdiv(rows // world, meta["BLOCK_M"]) * triton.cdiv(columns, width)
+            return min(call.programs, call.chunks * tiles), 1, 1
+
+        constants, numbers = (
+            {"WORLD": world, **self._constants},
+            (*self._sizes, *self._further, *call.numbers),
+        )
+        given = {"held": self._tensors, "numbers": numbers}
+        return TunedLaunch(self._kernel, grid, constants, self._matrices, **given)
 
     @abc.abstractmethod
-    def _prepare(self, call: Call) -> TunedLaunch:
-        """Return the launches of such calls."""
-
-    @abc.abstractmethod
-    def _arguments(self, operands: Operands, patience_ticks: int) -> Arguments:
-        """Return what a launch takes."""
+    def _arguments(self, operands: Operands) -> tuple[tuple[int, ...], Tensors]:
+        """Return the addresses of the matrices, and the tensors that a launch takes."""
 
 
 def tuned_over_chunks(kernel: Any, candidates: list[triton.Config], *further: str) -> Any:
@@ -236,18 +265,8 @@ def can_take_chunks(
     )
 
 
-def grid_of_chunks(rows: int, columns: int, chunks: int, programs: int) -> Grid:
-    """Return the grid of products of so many chunks of rows: at most `programs`, or a program a tile."""
-
-    def grid(meta: dict[str, Any]) -> tuple[int, int, int]:
-        width = meta["BLOCK_N"] + meta.get("EXTRA_N", 0)
-        return min(programs, chunks * triton.cdiv(rows, meta["BLOCK_M"]) * triton.cdiv(columns, width)), 1, 1
-
-    return grid
-
-
-def constants_of_chunks(matrices: Sequence[Matrix], device: torch.device, world_size: int) -> dict[str, Any]:
+def constants_of_chunks(matrices: Sequence[Matrix], device: torch.device) -> dict[str, Any]:
     """Return the constants that Gluon kernels over chunks of A and B have alike; matrices: both first."""
     a, b, *_ = matrices
-    of_device = {"WORLD": world_size, "TENSOR_MEMORY": capability(device) == 10}
-    return of_device | {"DTYPE": TYPE_NAMES[a.dtype], "TRANS_B": not b.transposed}
+    on_blackwell = capability(device) == 10
+    return {"TENSOR_MEMORY": on_blackwell, "DTYPE": TYPE_NAMES[a.dtype], "TRANS_B": not b.transposed}

@@ -24,17 +24,6 @@ class ScatterMemory(NamedTuple):
     errors: torch.Tensor
 
 
-class ScatterCall(NamedTuple):
-    """The numbers of one launch, which are the same in all calls of an operation."""
-
-    rank: int
-    world_size: int
-    capacity: int  # rows for which a slot of `partial` has room
-    first: int  # of the chunks to compute, counted from that of rank + 1
-    chunks: int  # how many to compute: all, or one
-    programs: int  # the most that run at once
-
-
 class ScatterOperands(NamedTuple):
     """The caller's tensors: out [M / W, N] gets this rank's rows of sum(a @ weight.T + addend).
 
@@ -50,7 +39,7 @@ class ScatterOperands(NamedTuple):
 
 
 # It multiplies, hands over chunks and adds the peers' sums.
-Body = ChunkBody[ScatterOperands, ScatterCall]
+Body = ChunkBody[ScatterOperands]
 
 
 class ScatterLayout(NamedTuple):

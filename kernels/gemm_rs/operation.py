@@ -36,6 +36,7 @@ from ..exchange.flags import FLAGS, NO_PERMIT, NOT_SENT, OTHER_ROWS
 from ..exchange.operation import INTERPRETED_PROGRAMS, Refusal
 from ..exchange.push import Pushes, SumPusher
 from ..gemm.configs import class_of_rows
+from ..gemm.launch import ChunkCall
 from ..signals import Failure
 from ..tensors import (
     FP8,
@@ -51,7 +52,7 @@ from ..tensors import (
     remember,
 )
 from . import specialized
-from .call import Body, ScatterCall, ScatterLayout, ScatterMemory, ScatterOperands
+from .call import Body, ScatterLayout, ScatterMemory, ScatterOperands
 from .plain import PlainBody
 
 # Of an eager call that may be made in steps; each rank chooses for itself. With two ranks a launch for each
@@ -150,7 +151,7 @@ class GemmReduceScatter(NumberedCalls):
         memory = (self._staged.local, self._flags.local, self._counts, self._errors)
         self._held = ScatterMemory(self._table, self._partial, *memory)
         self._layouts: dict[Hashable, ScatterLayout] = {}  # by those of tensors that have been checked
-        self._launches: dict[int | None, ScatterCall] = {}  # by step
+        self._chunk_calls: dict[int | None, ChunkCall] = {}  # by step
         self._may_store = self._by_stores is not False and self.world_size > 1
 
     def _other_rows(self) -> str:
@@ -301,12 +302,12 @@ class GemmReduceScatter(NumberedCalls):
 
         The own chunk is the last one, and the only one that waits for the peers' pushes.
         """
-        call = self._launches.get(step)
+        call = self._chunk_calls.get(step)
         if call is None:
             first, chunks = (0, self.world_size) if step is None else (step, 1)
             programs = self._sms or INTERPRETED_PROGRAMS
-            call = ScatterCall(self.rank, self.world_size, self._capacity, first, chunks, programs)
-            self._launches[step] = call
+            call = ChunkCall(self.world_size, chunks, programs, (first, chunks, self.rank))
+            self._chunk_calls[step] = call
         body.launch(operands, call, self._patience_ticks)
 
     # ---- calls that fail

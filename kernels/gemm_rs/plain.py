@@ -23,12 +23,11 @@ from ..epilogues import apply_scales
 from ..exchange.flags import FREE, NO_PERMIT
 from ..exchange.peers import Peers, is_any_lost, is_given_up, wait_for_flag
 from ..gemm.configs import class_of_rows
-from ..gemm.launch import grid_of_chunks
-from ..launches.settled import Arguments, TunedKernel, TunedLaunch
+from ..launches.settled import Tensors, TunedKernel
 from ..products import factors_of, halves, multiply_tile
 from ..tensors import begin_at_16_bytes, lies_by_columns, pitch_of
 from ..tiles import claim_number, grouped_tile, reset_counter, rotated_chunk
-from .call import Body, ScatterCall, ScatterMemory, ScatterOperands
+from .call import Body, ScatterMemory, ScatterOperands
 from .handover import (
     await_sums,
     count_stored,
@@ -237,7 +236,7 @@ class PlainBody(Body):
         upcasts: bool,
         stores: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(_KERNEL)
         a, weight, out, addend, *_ = operands
         strides = (a.stride(0), pitch_of(weight))
         addresses = (a.data_ptr(), weight.data_ptr())
@@ -250,16 +249,10 @@ class PlainBody(Body):
             "STORES": stores,
             "UPCAST": upcasts,
         }
-        self._rows, self._held = class_of_rows(out.shape[0]), held
+        self._size_class, self._tensors = class_of_rows(out.shape[0]), tuple(held)
+        self._partial = held.partial
 
-    def _prepare(self, call: ScatterCall) -> TunedLaunch:
-        rows, columns, _ = self._sizes
-        grid = grid_of_chunks(rows // call.world_size, columns, call.chunks, call.programs)
-        constants = {"WORLD": call.world_size, **self._constants}
-        numbers = (*self._sizes, *self._further, call.first, call.chunks, call.rank)
-        return TunedLaunch(_KERNEL, grid, constants, held=tuple(self._held), numbers=numbers)
-
-    def _arguments(self, operands: ScatterOperands, patience_ticks: int) -> Arguments:
+    def _arguments(self, operands: ScatterOperands) -> tuple[tuple[int, ...], Tensors]:
         a, weight, out, addend, *scales = operands
-        added = self._held.partial if addend is None else addend
-        return (), (a, weight, out, added, *scales), (patience_ticks, self._rows)
+        added = self._partial if addend is None else addend
+        return (), (a, weight, out, added, *scales)

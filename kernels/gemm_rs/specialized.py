@@ -13,13 +13,12 @@ from ..gemm.configs import any_width, blocks_of, class_of_chunk, gluon_candidate
 from ..gemm.launch import (
     can_take_chunks,
     constants_of_chunks,
-    grid_of_chunks,
     matrix_of_weight,
     tuned_over_chunks,
 )
-from ..launches.settled import Arguments, TunedKernel, TunedLaunch
+from ..launches.settled import Tensors, TunedKernel
 from ..matrices import Block, Matrix, matrix_of_rows, set_block
-from .call import Body, ScatterCall, ScatterMemory, ScatterOperands
+from .call import Body, ScatterMemory, ScatterOperands
 from .specialized_kernel import specialized_gemm_reduce_scatter
 
 
@@ -93,23 +92,17 @@ class SpecializedBody(Body):
     """Multiplies by the warp-specialised kernel; only where `can_run`."""
 
     def __init__(self, operands: ScatterOperands, held: ScatterMemory) -> None:
-        super().__init__()
+        super().__init__(_KERNEL)
         self._matrices = _matrices(operands, held)  # as they lie: their addresses are of the first call
-        a, rows = self._matrices[0], operands.out.shape[0]
-        self._sizes, self._device = (a.rows, operands.out.shape[1], a.columns), operands.a.device
+        a, rows, self._tensors = self._matrices[0], operands.out.shape[0], held[2:]
+        self._sizes, self._further = (a.rows, operands.out.shape[1], a.columns), (held.partial.shape[1],)
         self.in_steps, self._size_class = rows >= STEP_ROWS, _size_class(rows)
-        self._partial_at, self._held = held.partial.data_ptr(), held[2:]
+        self._constants = constants_of_chunks(self._matrices, operands.a.device)
+        self._partial_at = held.partial.data_ptr()
 
-    def _prepare(self, call: ScatterCall) -> TunedLaunch:
-        rows, columns, _ = self._sizes
-        grid = grid_of_chunks(rows // call.world_size, columns, call.chunks, call.programs)
-        constants = constants_of_chunks(self._matrices, self._device, call.world_size)
-        numbers = (*self._sizes, call.capacity, call.first, call.chunks, call.rank)
-        return TunedLaunch(_KERNEL, grid, constants, self._matrices, held=self._held, numbers=numbers)
-
-    def _arguments(self, operands: ScatterOperands, patience_ticks: int) -> Arguments:
+    def _arguments(self, operands: ScatterOperands) -> tuple[tuple[int, ...], Tensors]:
         a, b, out = operands.a.data_ptr(), operands.weight.data_ptr(), operands.out.data_ptr()
-        return (a, b, b, out, self._partial_at), (operands.addend,), (patience_ticks, self._size_class)
+        return (a, b, b, out, self._partial_at), (operands.addend,)
 
 
 def _matrices(

@@ -26,7 +26,6 @@ from .loading import launch, load
 from .prepared import PreparedLaunch
 
 Tensors = tuple[torch.Tensor | None, ...]
-Arguments = tuple[tuple[int, ...], Tensors, tuple[float, ...]]  # addresses of matrices, tensors, numbers
 OF_MANY_SIZES = ("M", "size_class")  # what changes from call to call of one layer
 BlocksOf = Callable[[dict[str, Any]], dict[str, Block]]  # descriptors' blocks under all arguments
 Grid = Callable[[dict[str, Any]], tuple[int, int, int]]  # how many programs run under a config

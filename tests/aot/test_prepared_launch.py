@@ -42,6 +42,7 @@ NEEDS_BARE = pytest.mark.skipif(
     not IS_KNOWN, reason="what this Triton's function that launches takes is not known"
 )
 ROWS, CAPACITY, N, K, WORLD = 192, 256, 512, 128, 2
+CALL = launching.ChunkCall(WORLD, WORLD, 132, (1,))
 
 
 class Device(DeviceUnderTriton):
@@ -135,7 +136,7 @@ class Caller:
 
     def call(self) -> None:
         self.patience_ticks += 1
-        self.consumer.launch(self.product(), 132, self.patience_ticks)
+        self.consumer.launch(self.product(), CALL, self.patience_ticks)
         self.fill_nan(self.tensors[2])
 
 
