@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.masked import MaskedTensor
-from torch.nn.parameter import is_lazy
 
 from ..search.messages import Bits
 from ..timing.clock import Clock
@@ -19,6 +17,7 @@ from .tensor_hash import hash_tensor
 
 PLAIN = (str, bytes, bytearray, int, float, complex, type(None))
 LISTED = 6  # objects that a remark names
+WITHOUT_BITS = "fake_mode", "get_mask", "cls_to_become"  # attributes of fake, masked and lazy tensors
 
 
 class OutputDigests:
@@ -32,7 +31,7 @@ class OutputDigests:
         leaves = [(path, value) for path, value in every if _is_compared(value)]
         self.unseen = [_named_class(path, value) for path, value in every if not _is_compared(value)]
         self._described = [(path, _description(value)) for path, value in leaves]
-        self._hashes = [hash_tensor(value) if _has_bits(value) else None for _, value in leaves]
+        self._hashes = [hash_tensor(each) if isinstance(each, torch.Tensor) else None for _, each in leaves]
         arrays = sum(isinstance(value, np.ndarray) for _, value in leaves)
         self.tensors = arrays + sum(each is not None for each in self._hashes)
 
@@ -118,11 +117,14 @@ def _of_named(name: str, item: Any) -> Iterator[tuple[str, Any]]:
 
 def _leaves(path: str, value: Any, within: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
     """Yield tensors, arrays, plain values and opaque objects, each with its path."""
-    if isinstance(value, torch.Tensor):
-        value = _local(value)
-        parts = _parts_of_tensor(value)
+    if hasattr(value, "trigger_wait"):  # of a collective under way
+        value = value.trigger_wait()
+    if hasattr(value, "__tensor_flatten__"):  # a tensor that wraps others, as a DTensor its own part
+        parts: list[tuple[str, Any]] | None = [
+            (f".{name}", getattr(value, name)) for name in value.__tensor_flatten__()[0]
+        ]
     else:
-        parts = _parts_of_object(value)
+        parts = None if isinstance(value, torch.Tensor) else _parts_of_object(value)
     if parts is None:
         yield path, value
     elif id(value) not in within:
@@ -130,40 +132,8 @@ def _leaves(path: str, value: Any, within: tuple[int, ...]) -> Iterator[tuple[st
             yield from _leaves(path + step, item, (*within, id(value)))
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor; wait for a collective under way."""
-    for method in ("to_local", "trigger_wait"):
-        tensor = getattr(tensor, method, lambda tensor=tensor: tensor)()
-    return tensor
-
-
-def _parts_of_tensor(tensor: torch.Tensor) -> list[tuple[str, Any]] | None:
-    """Return the parts of a tensor that wraps or stores others, with explicit zeros; None: a plain tensor."""
-    if isinstance(tensor, MaskedTensor):
-        mask, data = tensor.get_mask(), tensor.get_data()
-        if data.layout is torch.strided:
-            data = data.masked_fill(~mask, 0)  # what is masked is no value
-        return [(".mask", mask), (".data", data)]
-    if tensor.is_nested:
-        return [(f"[{index}]", item) for index, item in enumerate(tensor.unbind())]
-    if flatten := getattr(tensor, "__tensor_flatten__", None):  # of subclasses that wrap others
-        return [(f".{name}", getattr(tensor, name)) for name in flatten()[0]]
-    if tensor.layout is torch.sparse_coo:
-        methods = ["_indices", "_values"]
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        methods = ["crow_indices", "col_indices", "values"]
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        methods = ["ccol_indices", "row_indices", "values"]
-    else:
-        return None
-    shape = (".shape", str(tuple(tensor.shape)))
-    return [shape, *((f".{method}()", getattr(tensor.detach(), method)()) for method in methods)]
-
-
 def _parts_of_object(value: Any) -> list[tuple[str, Any]] | None:
     """Return the items of a container; None: the value is no container."""
-    if isinstance(value, np.ndarray) and value.dtype.hasobject:
-        value = value.tolist()
     if isinstance(value, Mapping):
         return [
             (f"[{key!r}]" if isinstance(key, PLAIN) else f"[key {number}]", item)
@@ -177,7 +147,12 @@ def _parts_of_object(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def _is_compared(value: Any) -> bool:
-    return isinstance(value, (torch.Tensor, np.ndarray, np.generic, *PLAIN))
+    """Return whether a value's bits can be read; tracers pass on tensors that have none."""
+    if isinstance(value, torch.Tensor):
+        return not (value.is_nested or value.is_meta or any(hasattr(value, each) for each in WITHOUT_BITS))
+    if isinstance(value, np.ndarray):
+        return not value.dtype.hasobject
+    return isinstance(value, (np.generic, *PLAIN))
 
 
 def _named_class(path: str, value: Any) -> str:
@@ -189,17 +164,10 @@ def _remark(unseen: Sequence[str]) -> str:
     return f"bits are not compared of {', '.join(unseen[:LISTED])}{more}: nobody looks into such objects"
 
 
-def _has_bits(value: Any) -> bool:
-    """Return whether a value is a tensor with memory: tracers pass on some that have none."""
-    return isinstance(value, torch.Tensor) and not (
-        is_lazy(value) or value.is_meta or hasattr(value, "fake_mode")
-    )
-
-
 def _description(value: Any) -> str:
     """Return dtype and shape of a tensor, which its hash leaves out; of another value its bits or text."""
     if isinstance(value, torch.Tensor):
-        return "not initialized" if is_lazy(value) else f"{value.dtype} {tuple(value.shape)}"
+        return f"{value.dtype} {tuple(value.shape)}"
     if isinstance(value, (np.ndarray, np.generic)):
         return f"{value.dtype} {value.shape} {digest_of(value.tobytes().hex())}"
     bits = np.asarray(value).tobytes().hex() if isinstance(value, (float, complex)) else repr(value)

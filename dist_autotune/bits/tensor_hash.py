@@ -36,7 +36,7 @@ def hash_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements in logical order as integers of their size."""
-    if tensor.layout is not torch.strided:  # MKL-DNN's; `outputs` takes sparse ones apart
+    if tensor.layout is not torch.strided:  # sparse, or MKL-DNN's
         tensor = tensor.to_dense()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
