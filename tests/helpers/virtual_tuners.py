@@ -107,22 +107,24 @@ class VirtualDisk:
 
 
 class VirtualChild:
-    """Stands in for a child that compiles: whether it has ended at a look is scripted."""
+    """Stands in for a child that compiles: the look at which it ends is scripted."""
 
-    def __init__(self, work: Callable[[], str], limit_s: float, *, yields: bool) -> None:
-        self._reason = work()
-        self._looks, self._number = 0, len(HERE.rank.compilers)
+    def __init__(self, work: list[Callable[[], str]], limit_s: float, *, yields: bool) -> None:
+        self._endings = [child.Ending(each()) for each in work]
+        self._looks, self._number, self.is_over = 0, len(HERE.rank.compilers), False
         HERE.rank.compilers.append(self)
 
-    def poll(self) -> child.Ending | None:
+    def poll(self) -> list[tuple[int, child.Ending]]:
         self._looks += 1
         if self._drawn("compiled") % (LOOKS_AT_MOST - self._looks + 1):
-            return None
+            return []
         self.kill()
-        return child.Ending(self._reason)
+        return [*enumerate(self._endings)]
 
     def kill(self) -> None:
-        HERE.rank.compilers.remove(self)
+        if not self.is_over:
+            HERE.rank.compilers.remove(self)
+        self.is_over = True
 
     def _drawn(self, what: str) -> int:
         rank = HERE.rank.agreement.rank
