@@ -172,7 +172,7 @@ def nans(*shape: int) -> Tensor:
     return torch.full(shape, math.nan, dtype=HALF, device=device())
 
 
-def parts_of(rank: int, sizes: Sizes, world: int, backend: str) -> list[Part]:
+def parts_of(rank: int, sizes: Sizes, world: int) -> list[Part]:
     """Open all operations; those kernels that a session tunes keep two candidates, the others one."""
     every = {"ag_gemm, plain": GatheringRows(consumer="plain")}
     if device() != "cpu":  # the warp-specialised kernel, where the GPU has one
@@ -189,7 +189,7 @@ def parts_of(rank: int, sizes: Sizes, world: int, backend: str) -> list[Part]:
     for name, runs in every.items():
         rows = sizes.of_all if isinstance(runs, Reducing) else sizes.rows
         of_operation, _ = runs.sizes(sizes.k, sizes.n)
-        op = runs.open(rows, of_operation, timeout_s=PATIENCE_S, backend=backend)
+        op = runs.open(rows, of_operation, timeout_s=PATIENCE_S)
         parts.append(Part(name, runs, op, sizes, world))
     return parts
 
@@ -255,27 +255,25 @@ class Turns:
 
 
 @contextlib.contextmanager
-def opened(rank: int, sizes: Sizes, backend: str = "auto") -> Iterator[Turns]:
+def opened(rank: int, sizes: Sizes) -> Iterator[Turns]:
     """Open the operations between canaries; close them once all ranks are here."""
     fences, world = Fences(), dist.get_world_size()
     with fences.around_operations():
-        turns = Turns(parts_of(rank, sizes, world, backend), fences)
+        turns = Turns(parts_of(rank, sizes, world), fences)
         yield turns
     for part in turns.parts:
         if part.op is not None:
             part.op.close()
 
 
-def by_turns(
-    rank: int, sizes: Sizes, turns: int, captured: bool, seed: int = 7, backend: str = "auto"
-) -> list[str]:
+def by_turns(rank: int, sizes: Sizes, turns: int, captured: bool) -> list[str]:
     """Call and replay in a random order, the same on all ranks, with a session of the tuner in the middle.
 
     Ranks wait for each other where choices of all are needed for operands, and in torch's all-reduce.
     """
-    order = random.Random(seed)
-    with opened(rank, sizes, backend) as every:
-        torch.manual_seed((seed << 8) + rank)
+    order = random.Random(7)
+    with opened(rank, sizes) as every:
+        torch.manual_seed(rank)
         tuned = [part for part in every.parts if part.name in ("gemm_rs", GATHERING.name)]
 
         @contextual_autotune(is_dist=True, n_warmup=0, n_repeat=1, cache=False, log_dir=None, progress=False)

@@ -6,11 +6,10 @@ compares how the calls ended.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from typing import Any
 
-from random_programs import OF_THE_PACKAGE, Kernel, Program, having, true_winner, viable_blocks
+from random_programs import Kernel, Program, having, true_winner, viable_blocks
 from triton.runtime.errors import OutOfResources
 from virtual_ranks import Gone, VirtualAgreement
 from virtual_tuners import FUNCTIONS, Boom, Ending, VirtualRank
@@ -21,8 +20,7 @@ from dist_autotune.search.budget import RUNS_ALLOWED, planned_runs
 from dist_autotune.search.context import NOT_SHARED
 from dist_autotune.search.messages import InPlaceReport, Message, Opening, RunReport, decode
 from dist_autotune.search.orders import ContextOrder, Orders
-from dist_autotune.search.reports import AgreedRun, agreed_run, values_of
-from dist_autotune.search.rules import BY_LAUNCH, BY_RUN
+from dist_autotune.search.reports import values_of
 from dist_autotune.search.search import SESSION_STATE
 from dist_autotune.search.state import ADMISSION_RUNS
 
@@ -56,7 +54,6 @@ class Witness:
         self._statuses: dict[str, str] = {}
         self._runs_at_open: list[int] = []
         self._compiling: set[tuple[int, str]] = set()  # (rank, context): told at the last exchange
-        self._unmeasured: dict[tuple[str, str], bool] = {}  # (context, candidate), of the last trial
 
     def look(self, sequence: int, payloads: list[bytes], agreements: list[VirtualAgreement]) -> None:
         if not all(data[:1] > b"\x80" for data in payloads):
@@ -79,15 +76,11 @@ class Witness:
             states = set(values_of(dict(enumerate(told)), SESSION_STATE))
             goes_on = len(states) == 1 and states != {""}  # with the session that a failed run has left
             self._runs_at_open = [rank.runs - self._known_runs(rank) * goes_on for rank in self.ranks]
-            if not goes_on:
-                self._unmeasured.clear()
         else:
             self._check_launches()
         self._compiling = {(rank, name) for rank, payload in enumerate(told) for name in _compiling(payload)}
         if kinds == {RunReport}:
-            self._check_beginnings(told)
             self._check_runs()
-            self._note_samples(agreed_run(dict(enumerate(told)), {}, {}))
         for rank in self.ranks:
             rank.attempts.clear()
 
@@ -121,32 +114,6 @@ class Witness:
                     assert digest in known.texts, f"{context.title}: the winner is no candidate of all"
         if context.status and self._statuses.get(context.name) == "":
             self.counts[context.status] += 1
-            is_timed = context.judge == BY_LAUNCH and standing.winner in context.times.ms
-            if context.status == "tuned" and is_timed:
-                assert not self._unmeasured.get((context.name, digest)), (
-                    f"{context.title}: the winner has no sample on some rank that launched it"
-                )
-
-    def _note_samples(self, agreed: AgreedRun) -> None:
-        """Note which candidates have no sample on a rank that launched them when they were on trial."""
-        assert self.ranks[0].state is not None
-        assert self.ranks[0].state.search is not None
-        for name, context in self.ranks[0].state.search.state.contexts.items():
-            part = agreed.parts.get(name)
-            if part is None or context.trial is None or context.search.is_warmup or part.is_pending:
-                continue
-            digest = context.digests[context.trial]
-            if part.ran == digest:
-                self._unmeasured[name, digest] = part.ms is None
-
-    def _check_beginnings(self, told: list[Any]) -> None:
-        """Ranks that announce a context together begin with the winner of the same key."""
-        for name in {name for payload in told for name in payload.parts}:
-            parts = [payload.parts[name] for payload in told if name in payload.parts]
-            new = [part.announcement for part in parts if part.announcement is not None]
-            likes = {each.nearest_key for each in new if each.claim is None and each.shared == new[0].shared}
-            assert len(likes) <= 1, f"{new[0].kernel}[{new[0].key}] begins as {likes}"
-            self.counts["began as another key"] += any(likes)
 
     def _check_runs(self) -> None:
         """A session ends within what its options and its contexts allow."""
@@ -232,8 +199,6 @@ def check_endings(program: Program, ranks: list[VirtualRank], counts: Counter[st
         endings = {rank.agreement.rank: r[call] for rank in ranks if len(r := rank.endings) > call}
         if len(endings) < len(ranks):
             counts["calls after a departure"] += 1
-        for ending in endings.values():
-            check_figures(program, ending.report, counts)
         _check_call(program, call, endings, counts)
 
 
@@ -294,48 +259,6 @@ def _check_call(program: Program, call: int, endings: dict[int, Ending], counts:
     }
     if not own and not faults and any(isinstance(error, NoValidConfig) for error in others.values()):
         assert all(isinstance(error, NoValidConfig) for error in others.values()), f"not alike: {others}"
-
-
-def check_figures(program: Program, report: Any, counts: Counter[str]) -> None:
-    """Check that each time of a report is one of what it is said to be, and no gain a loss."""
-    if report is None or any(kernel.bad_samples for kernel in program.kernels):
-        return
-    noise = 1.5 if program.is_noisy else 1.0
-    shortest, most_ms = defaultdict[str, float](lambda: math.inf), defaultdict[str, float](float)
-    run_ms = sum(max(choice.ms) * max(p.count for p in choice.launches) for choice in program.choices)
-    for kernel in program.kernels:
-        slowest_ms = noise * max(kernel.ms.values())
-        name = FUNCTIONS[kernel.function].__name__
-        shortest[name] = min(shortest[name], *kernel.ms.values())
-        most_ms[name] = max(most_ms[name], slowest_ms)
-        for n in kernel.keys:
-            run_ms += slowest_ms * max(dict(own)[n].count for own in kernel.launches if n in dict(own))
-    patterns = {pattern.kind for kernel in program.kernels for own in kernel.launches for _, pattern in own}
-    patterns |= {pattern.kind for choice in program.choices for pattern in choice.launches}
-    is_steady = patterns <= {"always"} and not (program.is_noisy or program.events)
-    least_run_ms = 0.0  # of the slowest rank, if each is in every run
-    if patterns <= {"always"}:
-        always = [kernel for kernel in program.kernels if not kernel.under]
-        least_run_ms = max(
-            sum(
-                p.count * min(k.ms[rank, b] for b in k.candidates[rank])
-                for k in always
-                for _, p in k.launches[rank]
-            )
-            for rank in range(program.world_size)
-        )
-    for context in report.contexts:
-        most = 1e-9 + (run_ms if context.judge == BY_RUN else most_ms[context.kernel])
-        least = shortest[context.kernel] if context.judge == BY_LAUNCH else least_run_ms
-        for ms in (context.ms, context.default_ms, *context.timings.values()):
-            assert ms is None or least - 1e-9 <= ms <= most, f"{context}: {ms} by {context.judge}"
-            counts["times in reports"] += ms is not None
-        if is_steady and context.status == "tuned" and program.search in OF_THE_PACKAGE:
-            gain = context.gain_percent
-            assert gain is None or gain >= -1.0, f"{context.label} is {gain} % faster than its default"
-    if (step := report.step) is not None:
-        assert 0 < step.after_ms <= run_ms + 1e-9, f"a step takes {step}"
-        assert not is_steady or report.outlook or step.gain_percent >= -1.0, f"a step takes {step}"
 
 
 def _is_expected(program: Program, call: int, error: TuningError) -> bool:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from documents import ROOT
 from gpu_cases import covering, covering_indices
-from gpu_schedule import Job, Placed, Schedule, part_of
+from gpu_schedule import Job, Placed, Schedule
 
 from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES
 
@@ -41,11 +41,6 @@ def test_what_runs_alone_waits_for_all_others_and_has_its_device_for_itself():
     assert texts(begun(schedule)) == [("alone 1", (1,))]
 
 
-def test_parts_are_all_tests_once():
-    parts = [part_of(range(7), f"{index}/3") for index in (1, 2, 3)]
-    assert parts == [[0, 3, 6], [1, 4], [2, 5]]
-
-
 def test_some_candidates_have_every_value_of_every_field():
     some = covering(GLUON_CANDIDATES)
     assert len(some) < len(GLUON_CANDIDATES) / 2
@@ -55,31 +50,6 @@ def test_some_candidates_have_every_value_of_every_field():
 
 def values_of(candidates) -> set[tuple[str, str]]:
     return {(name, repr(value)) for each in candidates for name, value in each.all_kwargs().items()}
-
-
-# ---- collecting
-
-TRAPS = """
-import torch
-
-def trap(*given, **named):
-    raise RuntimeError("CUDA was started")
-
-torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 2
-torch.cuda._lazy_init = torch.cuda.get_device_properties = torch.cuda.get_device_capability = trap
-"""
-
-
-@pytest.mark.slow
-def test_no_module_of_tests_starts_cuda_when_it_is_imported(tmp_path):
-    (tmp_path / "cuda_traps.py").write_text(TRAPS)
-    environment = {**os.environ, "DIST_AUTOTUNE_TEST_GPU": "1", "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-m", "pytest", "-p", "cuda_traps", "-p", "no:cacheprovider", "-q"]
-    ended = subprocess.run(
-        [*command, "--collect-only", "tests"], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert ended.returncode == 0, ended.stdout[-3000:]
-    assert "test_every_operation_is_right_on_gpus" in ended.stdout
 
 
 # ---- whole sessions, on devices that need not be there

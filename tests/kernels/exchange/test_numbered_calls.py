@@ -69,13 +69,15 @@ def with_wrong_weight(operands):
     return first, weight.double(), *others
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["told", "asking"])
-@pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("world", [2, 3])
+WAYS_TO_CALL = [(name, True) for name in OPERATIONS]  # whether it is told the rows of each rank
+WAYS_TO_CALL += [(name, False) for name in OPERATIONS if name.split(",")[0] in EXPERTS]
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "world"), [(*way, 2 + number % 2) for number, way in enumerate(WAYS_TO_CALL)]
+)
 @on_ranks(timeout_s=30.0)
 def test_wrong_arguments_of_one_rank_fail_that_call_on_all_and_the_next_is_right(rank, world, name, told):
-    if not told and name.split(",")[0] not in EXPERTS:
-        return None
     calls = Calls(rank, world, name)
     began = time.monotonic()
     with calls.op:
@@ -156,9 +158,13 @@ def break_step(op, step):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("step", STEPS)
-@on_ranks(2, timeout_s=30.0)
-def test_a_call_that_fails_on_one_rank_breaks_the_operation_on_all_with_its_cause(rank, step, name):
+@on_ranks(2, timeout_s=100.0)
+def test_a_call_that_fails_on_one_rank_breaks_the_operation_on_all_with_its_cause(rank, name):
+    return {step: lambda step=step: is_broken_by(rank, step, name) for step in STEPS}
+
+
+def is_broken_by(rank, step, name):
+    """Let the second call fail at that step on rank 0; return True if all calls end as they should."""
     calls, ended = Calls(rank, 2, name), []
     op = calls.op
     began = time.monotonic()
@@ -182,7 +188,7 @@ def test_a_call_that_fails_on_one_rank_breaks_the_operation_on_all_with_its_caus
             assert error < 1
     assert time.monotonic() - began < PROMPT_S
     if ended[0][0] == "nothing was raised" and told[-1] == "nothing was raised":
-        return
+        return True
     if rank == 0:
         assert ended[0][0].startswith("Fault: out of memory")
         for raised in (*told[2:], told[0]):
@@ -194,3 +200,4 @@ def test_a_call_that_fails_on_one_rank_breaks_the_operation_on_all_with_its_caus
             assert raised.startswith(
                 f"RuntimeError: {calls.runs.name}, rank 1: call 2 failed on rank 0: Fault("
             )
+    return True
