@@ -56,10 +56,6 @@ class LaunchFailed(TuningError, RuntimeError):
     """The device reported an error during a run; the message names what the run had launched."""
 
 
-class WrongDevice(TuningError, ValueError):
-    """A launch was given a tensor that its kernel cannot reach; the message names the argument."""
-
-
 class CaptureFailed(TuningError, RuntimeError):
     """objective="graph": this rank could not capture a run of the function into a CUDA graph."""
 

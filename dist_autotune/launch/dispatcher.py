@@ -206,8 +206,6 @@ class Dispatcher:
         it is not: the agreed config stays, and another one replaces it in this launch alone.
         """
         reason = config_failure(error, launch.kwargs.get("grid"), config.pre_hook)
-        if isinstance(error, ValueError):  # as Triton raises it for a pointer that it cannot reach
-            launch.check_devices()
         context = self._binding(call, launch).rank_context
         candidate = identity.config_digest(config)
         if reason is None or candidate not in context.texts:
@@ -269,7 +267,6 @@ class Dispatcher:
                     return self._registry.binding_of(launch)
                 for known in call.launched():
                     self._registry.names.keep(known)
-                launch.check_devices()
                 binding = self._registry.admit(launch)
             return binding
 

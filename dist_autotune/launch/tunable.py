@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,6 @@ from ..triton_api.interception import INTERCEPTION
 T = TypeVar("T")
 Ranks: TypeAlias = tuple[int, ...]  # global ranks that take the same option; (): each takes its own
 MOST_KNOWN = 4096  # choices found without their texts: a program may give other keys or options in each call
-MOST_TEXTS = 64  # sets of options whose texts are kept
-PLAIN = {bool, int, float, str, type(None)}  # types of options that are equal only if their texts are
 
 
 class KnownChoices:
@@ -161,15 +158,9 @@ class Standing(Generic[T]):
 
 
 def option_texts(name: str, options: Sequence[Any]) -> OptionTexts:
-    """Return the options of a `tunable` as text, which is kept for equal ones; raises InvalidOption."""
+    """Return the options of a `tunable` as text; raises InvalidOption."""
     if isinstance(options, str) or not isinstance(options, Sequence) or not options:
         raise InvalidOption(f"tunable({name!r}): options={options!r}: give a list of at least one option")
-    if PLAIN.issuperset(map(type, options)):
-        return _known_texts(name, *_told_apart(options))
-    return _texts_of(name, options)
-
-
-def _texts_of(name: str, options: Sequence[Any]) -> OptionTexts:
     places: dict[str, int] = {}  # by text
     for place, option in enumerate(options):
         try:
@@ -181,8 +172,3 @@ def _texts_of(name: str, options: Sequence[Any]) -> OptionTexts:
     texts = {digest(text): text for text in places}
     by_digest = {each: places[text] for each, text in texts.items()}
     return OptionTexts(texts, by_digest, digest("\n".join(sorted(places))))
-
-
-@functools.lru_cache(maxsize=MOST_TEXTS)
-def _known_texts(name: str, options: tuple[Any, ...], types: tuple[type, ...] = ()) -> OptionTexts:
-    return _texts_of(name, options)

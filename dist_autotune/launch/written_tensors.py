@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -20,7 +21,6 @@ from torch.utils._pytree import tree_iter
 from ..errors import TuningError
 from ..triton_api.interception import fork_safe_lock
 from ..triton_api.launch import Launch
-from ..triton_api.live_objects import instances
 
 # What a tensor without a storage raises when it is asked for it: a sparse one, an uninitialised parameter.
 _NO_STORAGE = (RuntimeError, NotImplementedError, ValueError, TypeError)
@@ -207,6 +207,15 @@ def _tensors() -> list[torch.Tensor]:
                 if tensor.is_leaf and tensor.grad is not None:
                     gradients.append(tensor.grad)
         return found + gradients
+
+
+def instances(kinds: Collection[type]) -> list[Any]:
+    """Return the objects whose type is one of `kinds`, but for those that `gc.freeze` has hidden.
+
+    An instance refers to its class. What `gc.get_objects` returns refers to tuples that other threads build
+    from an iterator, too: CPython raises SystemError there (bpo-15108).
+    """
+    return [each for each in gc.get_referrers(*kinds) if type(each) in kinds]
 
 
 def _and_subclasses(kind: type) -> set[type]:

@@ -12,12 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
-from triton import knobs
 from triton.runtime.autotuner import Autotuner
-from triton.runtime.driver import driver
 from triton.runtime.errors import AutotunerError
 
-from ..errors import TuningError, WrongDevice
+from ..errors import TuningError
 from . import footprint, identity
 
 Key: TypeAlias = tuple[Any, ...]
@@ -109,25 +107,6 @@ class Launch:
         constants = {each.name for each in parameters if "constexpr" in str(each.annotation)}
         names = sorted(constants & named.keys() - set(self.tuner.keys))
         return ", ".join(f"{name}={identity.value_text(named[name], strict=False)}" for name in names)
-
-    def check_devices(self) -> None:
-        """Raise WrongDevice for a tensor, or a descriptor's, that a kernel on a GPU cannot reach."""
-        if knobs.runtime.interpret:
-            return
-        try:
-            device = driver.active.get_active_torch_device()
-        except RuntimeError:  # no driver: the launch says so
-            return
-        for name, value in {**self._named(), **self.kwargs}.items():
-            tensor = getattr(value, "base", value)  # of a descriptor
-            if device.type == "cpu" or not isinstance(tensor, torch.Tensor):
-                continue
-            place = tensor.device.type
-            if place == "meta" or (place == "cpu" and not tensor.is_pinned()):
-                raise WrongDevice(
-                    f"{self}: {name} is on the device {place!r}, and the kernel runs on {device}. "
-                    f"Move it there before the launch: {name}.to({str(device)!r})."
-                )
 
     def hook_arguments(self, config: Any) -> dict[str, Any]:
         return {**self._named(), **self.kwargs, **config.all_kwargs()}

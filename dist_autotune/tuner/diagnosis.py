@@ -17,7 +17,6 @@ from ..logs.records import RunFailed
 from ..ranks.watchdog import Watch
 from ..search.orders import ContextOrder
 from ..timing.device_errors import DeviceFailed, first_line, is_reported
-from ..triton_api import other_launchers
 from .function_state import FunctionSetup, FunctionState
 from .rank_run import RankRun
 from .recorder import Recorder
@@ -161,6 +160,5 @@ def warning_at_end(
         _warn_once(f"clock of {function.name}", text)
         return text
     if not has_failed and not run.launched:
-        other_launchers.warn_of_bypasses()
         return "no launches of autotuned kernels seen"
     return f"no longer launched, settled with the samples so far: {', '.join(starved)}" if starved else ""

@@ -70,45 +70,6 @@ def test_a_subclass_that_overrides_run_and_calls_super_is_tuned(bench):
     assert kernel.seen == bench.blocks() == [16, 16, 32, 32] + [16, 32] * 3
 
 
-class Library(Autotuner):
-    """A library's tuner that looks results up, benchmarks and launches by itself."""
-
-    benchmarked = 0
-
-    def run(self, *args, **kwargs):
-        config = self.configs[0]
-        if len(self.configs) > 1:
-            named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
-            key = tuple(32 * -(-named[name] // 32) for name in self.keys)
-            if key not in self.cache:
-                self.benchmarked += 1
-                self.cache[key] = min(self.prune_configs(kwargs), key=lambda config: str(config))
-            config = self.cache[key]
-        self.best_config = config
-        return self.fn.run(*args, **kwargs, **config.all_kwargs())
-
-
-class Fixed(Autotuner):
-    """Launches what it has been told to."""
-
-    def run(self, *args, **kwargs):
-        self.best_config = self.configs[-1]
-        return self.fn.run(*args, **kwargs, **self.best_config.all_kwargs())
-
-
-def test_subclasses_that_launch_past_autotuner_run_are_let_be_and_named_once(bench):
-    kinds = {Library: 16, Fixed: 32}  # with what each launches
-    kernels, before = [made_by(kind, bench, {16: 3.0, 32: 1.0}) for kind in kinds], Fixed.run
-    tuned = bench.tune(lambda: [launch(kernel, numbers()) for kernel in kernels])
-    with pytest.warns(UserWarning, match="overrides Autotuner.run .* super") as caught:
-        tuned()
-    named = [str(each.message).partition(" ")[0] for each in caught]
-    assert named == [f"test_wrapped_kernels.{kind.__name__}" for kind in kinds]
-    bench.tune(lambda: launch(kernels[0], numbers()), name="another")()
-    assert bench.blocks() == [*kinds.values(), 16]
-    assert Fixed.run is before
-
-
 @pytest.mark.parametrize("max_runs", [None, 2], ids=["settled", "interrupted"])
 def test_a_config_that_failed_or_was_only_tried_is_never_kept_for_a_subclass(bench, tmp_cache, max_runs):
     kernel = made_by(Counting, bench, {16: 3.0, 32: 2.0, 64: 1.0})

@@ -2,11 +2,13 @@
 
 import contextlib
 import itertools
+import threading
 import weakref
 
 import pytest
 import torch
 from kernels_for_tests import Mine, accumulate, launch, only, winner
+from thread_switches import beside, frequent_switches
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dist_autotune import TuningError
@@ -178,3 +180,24 @@ def test_no_memory_for_a_copy_is_told_and_bans_nothing(bench, monkeypatch):
     tuned()
     assert torch.equal(y, ones())
     assert only(tuned.report).banned == {}
+
+
+class Base:
+    pass
+
+
+def test_tuples_that_another_thread_builds_are_left_alone():
+    is_over, built, errors = threading.Event(), [], []
+
+    def build():
+        while not is_over.is_set():
+            try:
+                built.append(len(tuple(number for number in range(200))))
+            except SystemError as error:
+                errors.append(error)
+
+    with frequent_switches(), beside(build, is_over):
+        for _ in range(30):
+            written_tensors.instances({Base})
+    assert errors == []
+    assert set(built) == {200}
