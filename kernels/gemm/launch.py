@@ -219,12 +219,9 @@ class ChunkBody(abc.ABC, Generic[Operands]):
             tiles = triton.cdiv(rows // world, meta["BLOCK_M"]) * triton.cdiv(columns, width)
             return min(call.programs, call.chunks * tiles), 1, 1
 
-        constants, numbers = (
-            {"WORLD": world, **self._constants},
-            (*self._sizes, *self._further, *call.numbers),
-        )
-        given = {"held": self._tensors, "numbers": numbers}
-        return TunedLaunch(self._kernel, grid, constants, self._matrices, **given)
+        constants, matrices = {"WORLD": world, **self._constants}, self._matrices
+        numbers = (*self._sizes, *self._further, *call.numbers)
+        return TunedLaunch(self._kernel, grid, constants, matrices, held=self._tensors, numbers=numbers)
 
     @abc.abstractmethod
     def _arguments(self, operands: Operands) -> tuple[tuple[int, ...], Tensors]:

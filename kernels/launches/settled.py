@@ -104,7 +104,8 @@ class TunedLaunch:
         held: tuple[torch.Tensor, ...] = (),
         numbers: tuple[float, ...] = (),
     ) -> None:
-        self._kernel, self._grid, self._constants, self._matrices = kernel, grid, constants, matrices
+        self._kernel, self._tuner = kernel, kernel.tuner
+        self._grid, self._constants, self._matrices = grid, constants, matrices
         self._held, self._numbers = held, numbers
         self._held_at = [tensor.data_ptr() for tensor in held]
         self._last: Settled | None = None
@@ -113,7 +114,7 @@ class TunedLaunch:
     def __call__(self, addresses: tuple[int, ...], tensors: Tensors, scalars: tuple[float, ...]) -> None:
         """Enqueue the kernel; matrices are at these addresses, arguments in the order of its parameters."""
         settled = self._last
-        if settled is None or settled_config(self._kernel.tuner, settled.key) is not settled.config:
+        if settled is None or settled_config(self._tuner, settled.key) is not settled.config:
             settled = self._last = self._find()
             if settled is None:
                 self._ask(addresses, tensors, scalars)
@@ -132,7 +133,7 @@ class TunedLaunch:
     def _find(self) -> Settled | None:
         """Return how to launch the short way; None if this launch must ask the tuner."""
         for settled in self._known.values():
-            if settled_config(self._kernel.tuner, settled.key) is settled.config:
+            if settled_config(self._tuner, settled.key) is settled.config:
                 return settled
         return None
 
