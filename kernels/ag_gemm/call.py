@@ -14,7 +14,7 @@ from ..epilogues import Epilogue
 from ..exchange.fill_nan import NanFiller
 from ..gemm.launch import ChunkBody
 from ..tensors import Apart
-from .choices import CallOptions, Choice
+from .choices import Choice
 
 
 class GatherMemory(NamedTuple):
@@ -50,8 +50,7 @@ class GatherLayout:
     rows: int  # of each rank
     size_class: int  # of the rows of all ranks
     shape: tuple[int, int]  # of the result
-    options: CallOptions
-    choose: Standing[Choice]  # one of the options
+    choose: Standing[Choice]
     fill_nan: NanFiller  # of the result; the last kernel of a call
     apart: Apart | None = None  # of a result that was given and all operands
     consumers: dict[str, Consumer] = field(default_factory=dict)  # those that have been chosen; loaded

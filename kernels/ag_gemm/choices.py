@@ -10,8 +10,7 @@ takes the choices on which eager calls of its shape have settled.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from dist_autotune import tunable
 
@@ -22,8 +21,6 @@ INTERPRETED_PROGRAMS: tuple[int, ...] = (2, 1)  # the interpreter runs them one 
 SPARED_SMS = (4, 0, 16)  # the first as fast or faster at five of six published shapes, on two H200
 CONSUMERS = ("specialized", "plain")
 
-T = TypeVar("T", int, str)
-
 
 class Choice(NamedTuple):
     """The choices of one call. Made in each call: no dataclass."""
@@ -33,8 +30,22 @@ class Choice(NamedTuple):
     programs: int
 
 
-@dataclass(frozen=True)
-class Fixed:
+class Options(NamedTuple):
+    """The options of calls of one shape; untuned calls take the first of each."""
+
+    consumers: tuple[str, ...]
+    pieces: tuple[int, ...]
+    programs: tuple[int, ...]
+
+    def choose(self, key: tuple[Any, ...]) -> Choice:
+        """Return the choices of this call; key: of each `tunable`."""
+        named: Any = zip(Choice._fields, self, strict=True)
+        return Choice(
+            *[tunable(f"ag_gemm {name}", few, key=key) if len(few) > 1 else few[0] for name, few in named]
+        )
+
+
+class Fixed(NamedTuple):
     """Choices that the caller has fixed for all calls; None: left to each call."""
 
     consumer: str | None = None
@@ -53,28 +64,7 @@ class Fixed:
 FREE = Fixed()
 
 
-@dataclass(frozen=True)
-class CallOptions:
-    """The options of calls of one shape; untuned calls take the first of each."""
-
-    consumers: tuple[str, ...]
-    pieces: tuple[int, ...]
-    programs: tuple[int, ...]
-    key: tuple[Any, ...]  # of the `tunable`
-
-    def choose(self) -> Choice:
-        """Return the choices of this call."""
-        consumer = self._tuned("ag_gemm consumer", self.consumers)
-        pieces = self._tuned("ag_gemm pieces", self.pieces)
-        return Choice(consumer, pieces, self._tuned("ag_gemm programs", self.programs))
-
-    def _tuned(self, name: str, options: tuple[T, ...]) -> T:
-        return tunable(name, options, key=self.key) if len(options) > 1 else options[0]
-
-
-def options_for(
-    rows: int, sms: int, *, world_size: int, specialized: bool, key: tuple[Any, ...], fixed: Fixed = FREE
-) -> CallOptions:
+def options_for(rows: int, sms: int, *, world_size: int, specialized: bool, fixed: Fixed = FREE) -> Options:
     """Return the options of calls with so many rows on each rank, on a device with so many SMs (0: none).
 
     Raises ValueError if the fixed consumer cannot take them.
@@ -89,10 +79,5 @@ def options_for(
     programs = INTERPRETED_PROGRAMS
     if not INTERPRETED:
         programs = tuple(sms - spared for spared in SPARED_SMS if spared < sms)
-    pieces = piece_counts(rows) if world_size > 1 else (1,)
-    return CallOptions(
-        consumers=(fixed.consumer,) if fixed.consumer else consumers,
-        pieces=(fixed.pieces,) if fixed.pieces else pieces,
-        programs=(fixed.programs,) if fixed.programs else programs,
-        key=key,
-    )
+    free = consumers, piece_counts(rows) if world_size > 1 else (1,), programs
+    return Options(*[few if one is None else (one,) for one, few in zip(fixed, free, strict=True)])
