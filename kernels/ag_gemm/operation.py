@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,6 @@ from ..exchange.operation import INTERPRETED_PROGRAMS, Refusal
 from ..exchange.push import ChunkPusher, piece_counts
 from ..gemm.configs import class_of_rows
 from ..gemm.launch import ChunkCall
-from ..signals import Failure
 from ..tensors import (
     FP8,
     Apart,
@@ -95,6 +94,12 @@ class AllGatherGemm(NumberedCalls):
     _further_dtypes = (FP8,)
     _wrong_calls = (OTHER_ROWS.value,)
     _refusal = Refusal(OTHER_ROWS.value, -1, -1)
+    _texts: ClassVar = {
+        OTHER_ROWS.value: "rank {peer} pushed {seen} rows, not as many as this rank passed",
+        NO_MAIL.value: "rank {peer}, or one that it waits for, did not send its rows in time",
+        NOT_SENT.value: "chunk {peer} was not copied to all peers, {peers}, in time",  # about this rank
+    }
+    _late = "rank {peer}, or one that it waits for, did not push chunk {peer} in time"
     _puts = True
 
     def __init__(
@@ -161,15 +166,6 @@ class AllGatherGemm(NumberedCalls):
 
     def _other_rows(self) -> str:
         return self._collective.differing()
-
-    def _describe(self, peer: int, failure: Failure) -> str:
-        if failure.kind == OTHER_ROWS.value:
-            return f"rank {peer} pushed {failure.seen} rows, not as many as this rank passed"
-        if failure.kind == NO_MAIL.value:
-            return f"rank {peer}, or one that it waits for, did not send its rows in time"
-        if failure.kind == NOT_SENT.value:  # about this rank
-            return f"chunk {peer} was not copied to all peers, {self._peers()}, in time"
-        return f"rank {peer}, or one that it waits for, did not push chunk {peer} in time"
 
     # ---- what the caller may use
 

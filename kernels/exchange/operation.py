@@ -43,9 +43,9 @@ class Operation(Shared):
 
     A kernel waits `timeout_s` for a peer: seconds on NVIDIA GPUs, elsewhere polls that last about as long.
 
-    Opening and closing are collective. A subclass allocates in `_allocate`, and describes the error records
-    that its kernels write, one for each rank. Attributes set there and later are deleted when it closes: a
-    closed operation that the caller still holds keeps no memory.
+    Opening and closing are collective. A subclass allocates in `_allocate`, and has texts for the error
+    records that its kernels write, one for each rank. Attributes set there and later are deleted when it
+    closes: a closed operation that the caller still holds keeps no memory.
     """
 
     _wrong_calls: ClassVar[tuple[int, ...]]  # kinds of failure that callers have caused
@@ -55,6 +55,9 @@ class Operation(Shared):
     _travels: ClassVar[str] = "copy engines move rows beside the kernels"  # on GPUs
     _mend_calls: ClassVar[str] = "Every rank must pass as many rows. "  # advice for those kinds
     _refusal: ClassVar[Refusal] = Refusal(-1, 0, 0)  # of no kind
+    # What a failure record about `peer` says, by its kind; `seen` is in it, `peers` are those of this `rank`.
+    _texts: ClassVar[dict[int, str]] = {}
+    _late = ""  # the same of all other kinds
 
     def __init__(
         self, dtype: torch.dtype, group: dist.ProcessGroup | None, backend: str, timeout_s: float
@@ -100,9 +103,10 @@ class Operation(Shared):
     def _allocate(self) -> None:
         """Allocate the memory of the calls; collective."""
 
-    @abc.abstractmethod
     def _describe(self, peer: int, failure: Failure) -> str:
         """Return a failure record about a peer in words; "" where `_describe_all` has them."""
+        text = self._texts.get(failure.kind, self._late)
+        return text.format(peer=peer, seen=failure.seen, rank=self.rank, peers=self._peers())
 
     def _describe_all(self, failures: dict[int, Failure]) -> list[str]:
         """Return sentences about several peers at once."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,6 @@ from ..exchange.operation import INTERPRETED_PROGRAMS, Refusal
 from ..gemm.configs import class_of_rows
 from ..gemm.operation import persistent_matmul
 from ..gemm_rs import GemmReduceScatter
-from ..signals import Failure
 from ..tensors import Apart, check_eps, check_no_gradient, check_sizes, layout_of, remember
 from . import sending
 from .memory import GATHER, RowsMemory
@@ -105,6 +104,12 @@ class GemmAllReduce(NumberedCalls):
     _travels = "kernels read and write the rows of peers"
     _wrong_calls = (OTHER_ROWS.value,)
     _refusal = Refusal(OTHER_ROWS.value, REFUSED.value, REFUSED.value)
+    _texts: ClassVar = {
+        OTHER_ROWS.value: "rank {peer} has {seen} rows, not as many as this rank",
+        NOT_READ.value: "rank {peer}, or one that it waits for, did not read the rows of rank {rank} in time",
+        NO_MAIL.value: "rank {peer}, or one that it waits for, did not send its rows in time",
+    }
+    _late = "rank {peer}, or one that it waits for, did not offer its rows in time"
 
     def __init__(
         self,
@@ -362,11 +367,3 @@ class GemmAllReduce(NumberedCalls):
         if self._scatter is not None:
             self._scatter._leave_peers()
         self._rows.leave()
-
-    def _describe(self, peer: int, failure: Failure) -> str:
-        if failure.kind == OTHER_ROWS.value:
-            return f"rank {peer} has {failure.seen} rows, not as many as this rank"
-        if failure.kind == NOT_READ.value:
-            return f"rank {peer}, or one that it waits for, did not read the rows of rank {self.rank} in time"
-        verb = "send" if failure.kind == NO_MAIL.value else "offer"
-        return f"rank {peer}, or one that it waits for, did not {verb} its rows in time"

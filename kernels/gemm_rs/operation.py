@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,6 @@ from ..exchange.operation import INTERPRETED_PROGRAMS, Refusal
 from ..exchange.push import Pushes, SumPusher
 from ..gemm.configs import class_of_rows
 from ..gemm.launch import ChunkCall
-from ..signals import Failure
 from ..tensors import (
     FP8,
     Apart,
@@ -101,6 +100,12 @@ class GemmReduceScatter(NumberedCalls):
     _further_dtypes = (FP8,)
     _wrong_calls = (OTHER_ROWS.value,)
     _refusal = Refusal(OTHER_ROWS.value, -1, -1)
+    _texts: ClassVar = {
+        OTHER_ROWS.value: "rank {peer} has {seen} rows for each rank, not as many as this rank",
+        NO_PERMIT.value: "rank {peer}, or one that it waits for, did not come to the call in time",
+        NOT_SENT.value: "the sums of rank {peer} were not copied to all peers, {peers}, in time",
+    }
+    _late = "rank {peer}, or one that it waits for, did not push its sums for chunk {rank} in time"
 
     def __init__(
         self,
@@ -324,12 +329,3 @@ class GemmReduceScatter(NumberedCalls):
     def _take_part(self, all_rows: int) -> None:
         sums = self._pusher.room(all_rows).fill_(math.nan)
         self._collective.reduce_scatter(sums.new_empty((all_rows // self.world_size, self._n)), sums)
-
-    def _describe(self, peer: int, failure: Failure) -> str:
-        if failure.kind == OTHER_ROWS.value:
-            return f"rank {peer} has {failure.seen} rows for each rank, not as many as this rank"
-        if failure.kind == NO_PERMIT.value:
-            return f"rank {peer}, or one that it waits for, did not come to the call in time"
-        if failure.kind == NOT_SENT.value:  # about this rank
-            return f"the sums of rank {peer} were not copied to all peers, {self._peers()}, in time"
-        return f"rank {peer}, or one that it waits for, did not push its sums for chunk {self.rank} in time"

@@ -28,7 +28,6 @@ import torch.distributed as dist
 from ..exchange.fill_nan import filler_of_all
 from ..exchange.flags import ARRIVED
 from ..launches.settled import TunedKernel
-from ..signals import Failure
 from ..tensors import (
     OwnBuffer,
     check_distinct,
@@ -74,6 +73,7 @@ class AllGatherMoE(ExpertOperation):
 
     _orders, _by_first, _shared_order = 2, False, 0
     _rows_name, _weighted, _way, _puts = "x_shard", "route", "ag_moe way", True
+    _late = "rank {peer}, or one that it waits for, did not push its tokens in time"
 
     def __init__(
         self,
@@ -254,6 +254,3 @@ class AllGatherMoE(ExpertOperation):
         of_layout = (_KERNEL, out.shape[0], weight, strides, tensors, sorting)
         launch = self._launch_of(*of_layout, HEIGHTS=HEIGHTS)
         launch((), tensors, (sorting.topk, plan.capacity, *strides, rank, self._patience_ticks))
-
-    def _describe_wait(self, peer: int, failure: Failure) -> str:
-        return f"rank {peer}, or one that it waits for, did not push its tokens in time"

@@ -30,9 +30,7 @@ import torch.distributed as dist
 
 from ..exchange.push import SumPusher
 from ..launches.settled import TunedKernel
-from ..signals import Failure
 from ..tensors import Apart, begin_at_16_bytes, check_out, check_sizes, check_tensor, pitch_of
-from .announcer import NOT_COMPUTED
 from .launch import check_experts
 from .moe_rs_kernel import moe_reduce_scatter
 from .operation import ExpertOperands, ExpertOperation, ExpertPlan
@@ -64,6 +62,7 @@ class MoEReduceScatter(ExpertOperation):
 
     _orders, _by_first, _shared_order = 1, True, 2
     _rows_name, _weighted, _way = "y", "call", "moe_rs way"
+    _late = "rank {peer}, or one that it waits for, did not push its sums for chunk {rank} in time"
 
     def __init__(
         self,
@@ -235,8 +234,3 @@ class MoEReduceScatter(ExpertOperation):
         )
         own = (sorting.topk, self._capacity, plan.capacity, *strides)
         launch((), tensors, (*own, first_part, parts, rank, self._patience_ticks))
-
-    def _describe_wait(self, peer: int, failure: Failure) -> str:
-        if failure.kind == NOT_COMPUTED.value:
-            return f"the products of this rank were not stored in time ({failure.seen} tiles of a part were)"
-        return f"rank {peer}, or one that it waits for, did not push its sums for chunk {self.rank} in time"

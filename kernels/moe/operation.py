@@ -25,6 +25,7 @@ from .announcer import (
     MOST_CHOICES,
     MOST_TOKENS,
     NO_EXPERT,
+    NOT_COMPUTED,
     NOT_TOLD,
     OTHER_TOKENS,
     OTHER_TOPK,
@@ -74,6 +75,15 @@ class ExpertOperation(NumberedCalls):
     _wrong_calls = (OTHER_TOKENS.value, OTHER_TOPK.value, NO_EXPERT.value, GIVEN_OTHERS.value)
     _refusal = Refusal(OTHER_TOPK.value, 0, TOPK_SPAN.value)  # a token of no choices
     _mend_calls = ""
+    _texts: ClassVar = {
+        NOT_TOLD.value: "rank {peer}, or one that it waits for, did not send its choices in time",
+        OTHER_TOPK.value: "rank {peer} has {seen} choices a token, not as many as this rank",
+        NO_EXPERT.value: "rank {peer} chose expert {seen}, which weight does not have (-1 drops a choice)",
+        GIVEN_OTHERS.value: "rank {peer} was given other tokens= than the ranks have, or one of them "
+        "called route()",
+        OTHER_TOKENS.value: "",  # one text for all ranks
+        NOT_COMPUTED.value: "the products of this rank were not stored in time ({seen} tiles of a part were)",
+    }
 
     def __init__(
         self,
@@ -374,23 +384,6 @@ class ExpertOperation(NumberedCalls):
         self._tokens.leave()
 
     # ---- what went wrong
-
-    def _describe(self, peer: int, failure: Failure) -> str:
-        if failure.kind == NOT_TOLD.value:
-            return f"rank {peer}, or one that it waits for, did not send its choices in time"
-        if failure.kind == OTHER_TOPK.value:
-            return f"rank {peer} has {failure.seen} choices a token, not as many as this rank"
-        if failure.kind == NO_EXPERT.value:
-            return f"rank {peer} chose expert {failure.seen}, which weight does not have (-1 drops a choice)"
-        if failure.kind == GIVEN_OTHERS.value:
-            return f"rank {peer} was given other tokens= than the ranks have, or one of them called route()"
-        if failure.kind == OTHER_TOKENS.value:
-            return ""  # one text for all ranks
-        return self._describe_wait(peer, failure)
-
-    @abc.abstractmethod
-    def _describe_wait(self, peer: int, failure: Failure) -> str:
-        """Return a sentence about the subclass's own wait that ended in vain."""
 
     def _describe_all(self, failures: dict[int, Failure]) -> list[str]:
         """Return a sentence if this rank's caller passed other tokens than the peers have."""
