@@ -1,17 +1,18 @@
-"""The doctor's probes, run in helper processes: each is a sequence of stages that return facts."""
+"""The doctor's probes: stages that return facts, on forked ranks of a process of their own."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import traceback
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessException, start_processes
 from torch.utils import collect_env
 
 from ..formatting import counted
@@ -19,42 +20,51 @@ from .examination import REPORT
 
 MEMORY_LIMIT_S = 20.0
 WORDS = 1024  # int32, that each rank writes to each other in a trial of symmetric memory
+Facts = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Helper:
-    """One helper process: its rank, the directory that all share, and its time limit."""
+class Rank:
+    """One rank of a probe, and the directory that all share."""
 
     rank: int
     world_size: int
     directory: str
-    limit_s: float
 
 
-def main(probe: str, about: dict[str, Any]) -> None:
-    """Run one probe and leave the process without any tear-down that could wait for a peer."""
-    helper = Helper(**about)
-    signal.alarm(int(helper.limit_s) + 30)  # should the process that started this one be killed
-    facts, code = dict[str, Any](), 1
+def main(arguments: Sequence[str]) -> None:
+    """Run a probe on its ranks; exit code 1, and a last report, if one of them fails: it ends the others."""
+    probe, count, directory, limit_s = arguments
+    signal.alarm(int(float(limit_s)) + 30)  # should the process that started this one be killed
     try:
-        for stage, run_stage in PROBES[probe].items():
-            print(f"\n{REPORT}{json.dumps({'stage': stage, 'facts': facts})}", flush=True)
-            facts |= run_stage(helper) or {}
-        print(f"\n{REPORT}{json.dumps({'facts': facts})}", flush=True)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    os._exit(code)
+        start_processes(_run, (probe, int(count), directory), int(count), start_method="fork")
+    except ProcessException as error:
+        _say(rank=error.error_index, problem=str(error).strip().splitlines()[-1][:300])
+        os._exit(1)
 
 
-def _join(helper: Helper) -> None:
+def _run(rank: int, probe: str, count: int, directory: str) -> None:
+    """Run all stages; leave without any tear-down that could wait for a peer."""
+    facts: Facts = {}
+    for stage, run_stage in PROBES[probe].items():
+        _say(rank=rank, stage=stage, facts=facts)
+        facts |= run_stage(Rank(rank, count, directory)) or {}
+    _say(rank=rank, facts=facts)
+    os._exit(0)
+
+
+def _say(**report: Any) -> None:
+    os.write(1, f"\n{REPORT}{json.dumps(report)}\n".encode())  # one write: ranks share the output
+
+
+def _join(rank: Rank) -> None:
     if has_gpu := torch.cuda.is_available():
-        torch.cuda.set_device(helper.rank)
-    backend, store = "cpu:gloo,cuda:nccl" if has_gpu else "gloo", f"file://{helper.directory}/store"
-    dist.init_process_group(backend, store, rank=helper.rank, world_size=helper.world_size)
+        torch.cuda.set_device(rank.rank)
+    backend, store = "cpu:gloo,cuda:nccl" if has_gpu else "gloo", f"file://{rank.directory}/store"
+    dist.init_process_group(backend, store, rank=rank.rank, world_size=rank.world_size)
 
 
-def _describe_devices(helper: Helper) -> dict[str, Any]:
+def _describe_devices(rank: Rank) -> Facts:
     """Return the GPUs that torch sees and those that the driver lists."""
     listed = collect_env.get_gpu_info(collect_env.run) or ""
     return {
@@ -64,29 +74,32 @@ def _describe_devices(helper: Helper) -> dict[str, Any]:
     }
 
 
-def _try_memory(helper: Helper) -> dict[str, Any]:
+def _try_memory(rank: Rank) -> Facts:
     """Return the backend that "auto" takes, and why, after each rank has written to each."""
     try:  # the tuner does without the workloads, and so does an installation of it
         from dist_autotune.kernels.symm import open_symmetric_memory
     except ImportError as error:
         return {"memory": f"not tried: {error}"}
     with open_symmetric_memory(timeout_s=MEMORY_LIMIT_S) as opened:
-        box = opened.allocate((helper.world_size, WORDS), torch.int32)
-        mine = torch.full((WORDS,), helper.rank + 1, dtype=torch.int32, device=opened.device)
+        box = opened.allocate((rank.world_size, WORDS), torch.int32)
+        mine = torch.full((WORDS,), rank.rank + 1, dtype=torch.int32, device=opened.device)
         stream = opened.side_stream()
         stream.fork()
-        for peer in range(helper.world_size):
-            opened.copy(box.peers[peer][helper.rank], mine, stream)
+        for peer in range(rank.world_size):
+            opened.copy(box.peers[peer][rank.rank], mine, stream)
         stream.join()
         opened.barrier()
-        if any(set(row.tolist()) != {rank + 1} for rank, row in enumerate(box.local)):
-            raise RuntimeError(f"rank {helper.rank} did not see what its peers wrote")
-        seen = f"{counted(helper.world_size, 'rank')} wrote to each other"
+        if any(set(row.tolist()) != {place + 1} for place, row in enumerate(box.local)):
+            raise RuntimeError(f"rank {rank.rank} did not see what its peers wrote")
+        seen = f"{counted(rank.world_size, 'rank')} wrote to each other"
         return {"memory": f"{opened.name}: {opened.reason}; {seen}"}
 
 
-PROBES: dict[str, dict[str, Callable[[Helper], dict[str, Any] | None]]] = {
+PROBES: dict[str, dict[str, Callable[[Rank], Facts | None]]] = {
     "this host": {"devices": _describe_devices},
     "two CPU ranks": {"gloo": _join, "shm": _try_memory},
     "symmetric memory": {"gloo and NCCL": _join, "memory": _try_memory},
 }
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -2,11 +2,10 @@
 
 import dataclasses
 import json
-import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from dist_autotune.cli.commands import app
 from dist_autotune.doctor import examination
-from dist_autotune.doctor.examination import CPU_ONLY, REPORT, Examination, ProbeResult, run_helpers
+from dist_autotune.doctor.examination import REPORT, Examination, ProbeResult, run_probe
 from dist_autotune.doctor.findings import Finding, is_healthy, judge
 
 HANG = [sys.executable, "-c", "import signal; signal.pause()"]
@@ -51,38 +50,59 @@ def test_between_gpus_symmetric_memory_works() -> None:
     assert f"{len(seen['gpus'])} ranks wrote to each other" in seen["memory"]["facts"]["memory"]
 
 
-# ---- helper processes
+# ---- probes
 
 
-def helpers_of(monkeypatch: pytest.MonkeyPatch, *programs: str) -> ProbeResult:
-    """Run a program for each rank in place of a probe. `say(...)` reports as a probe does."""
-    say = "import json, os, signal, sys\n"
-    say += f"def say(**report): print({REPORT!r} + json.dumps(report), flush=True)\n"
-
-    def command(probe: str, about: dict[str, Any]) -> list[str]:
-        return [sys.executable, "-c", say + programs[about["rank"]]]
-
-    monkeypatch.setattr(examination, "command", command)
-    return run_helpers("any", len(programs), 20.0, {})
+LIMIT_S = 20.0
 
 
-def test_a_helper_that_hangs_is_killed_with_all_that_it_started(tmp_path, monkeypatch):
+def probe_of(monkeypatch: pytest.MonkeyPatch, program: str) -> ProbeResult:
+    """Run a program in place of a probe's process."""
+    monkeypatch.setattr(examination, "command", lambda *_: [sys.executable, "-c", program])
+    return run_probe("any", 2, LIMIT_S, {})
+
+
+def test_a_probe_that_hangs_is_killed_with_all_that_it_started(tmp_path, monkeypatch):
     pids = tmp_path / "pids"
+
+    class Limited(subprocess.Popen):
+        """A process whose limit is over once it hangs."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout != LIMIT_S:
+                return super().wait(timeout)
+            deadline = time.monotonic() + 60
+            while not pids.exists():
+                assert time.monotonic() < deadline
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Limited)
     program = (
-        "import subprocess\n"
+        "import os, signal, subprocess\n"
         f"grandchild = subprocess.Popen({HANG!r})\n"
-        "say(stage='a')\n"
+        f'print({REPORT!r} + \'{{"rank": 0, "stage": "a"}}\', flush=True)\n'
         f"open('{pids}.part', 'w').write(f'{{os.getpid()}} {{grandchild.pid}}')\n"
         f"os.rename('{pids}.part', '{pids}'); signal.pause()"
     )
-    clock = SimpleNamespace(monotonic=lambda: 30.0 * pids.exists(), sleep=time.sleep)
-    monkeypatch.setattr(examination, "time", clock)  # the limit is over once it hangs
-    child = helpers_of(monkeypatch, program)
-    assert child.problem == "cut off after 30 s (in a)"
+    assert probe_of(monkeypatch, program).problem == "cut off after 20 s (in a)"
     deadline = time.monotonic() + 10
     for pid in map(int, pids.read_text().split()):
         while not has_ended(pid):
             assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("crashing", [0, 1], ids=["rank 0", "rank 1"])
+def test_a_rank_that_dies_ends_the_probe_and_is_named(monkeypatch, crashing):
+    program = (
+        "import os, signal\nfrom dist_autotune.doctor import probes\n"
+        "def stage(rank):\n"
+        f"    os.abort() if rank.rank == {crashing} else signal.pause()\n"
+        "probes.PROBES['any'] = {'a stage': stage}\nprobes.main(['any', '2', '.', '30'])"
+    )
+    problem = probe_of(monkeypatch, program).problem
+    assert problem.startswith(f"rank {crashing}: ")
+    assert "SIGABRT" in problem
+    assert problem.endswith("(in a stage)")
 
 
 # ---- machines that are not here
@@ -171,17 +191,3 @@ def test_libraries_that_do_not_go_together_are_a_problem() -> None:
     clash = machine()
     clash.versions.update(triton="3.6.0", numpy="2.4.0")
     assert [finding.next_step for finding in findings_of(clash, "problem")] == ["pip install 'numpy<2.4'"]
-
-
-@pytest.mark.parametrize("crashing", [0, 1], ids=["rank 0", "rank 1"])
-def test_a_rank_that_dies_in_the_probe_of_the_ranks_is_named(monkeypatch, crashing):
-    real = examination.command
-    dies = [sys.executable, "-c", f"import os; os.kill(os.getpid(), {signal.SIGABRT:d})"]
-    monkeypatch.setattr(
-        examination,
-        "command",
-        lambda probe, about: dies if about["rank"] == crashing else real(probe, about),
-    )
-    monkeypatch.setattr(examination, "PEERS_GRACE_S", 0.5)
-    failed = run_helpers("two CPU ranks", 2, 10.0, CPU_ONLY)
-    assert failed.problem == "ended by SIGABRT (in the start)"
