@@ -58,6 +58,7 @@ def combine_rows(
     ALL_RETURNED: tl.constexpr,  # also the rows of this rank's own experts are among `choices`
     BLOCK: tl.constexpr,
     PART: tl.constexpr,  # columns of a token that a program adds at a time
+    SIDE_BY_SIDE: tl.constexpr,  # choices whose rows are on their way at once
     PER_SM: tl.constexpr,
 ):
     """Bring rows back; add them, weighted, in float32 in the order of choices, NaN where a rank is lost."""
@@ -87,17 +88,20 @@ def combine_rows(
             columns = item % parts * PART + tl.arange(0, PART)
             mask = columns < H
             total = tl.zeros((PART,), dtype=tl.float32)
-            for choice in range(0, K):
-                chosen = tl.load(given_ids_ptr + token * K + choice)
-                if (chosen >= 0) & (chosen < experts * WORLD):
-                    owner = (chosen // experts).to(tl.int32)
-                    weight = tl.load(given_weights_ptr + token * K + choice).to(tl.float32)
-                    from_ptr = choices_ptr + (slot + token * K + choice) * H
-                    if not ALL_RETURNED and owner == rank:
-                        place = tl.minimum(tl.load(places_ptr + token * K + choice), capacity - 1)
-                        from_ptr = rows_ptr + tl.cast(place, tl.int64) * stride_rows
-                    value = tl.load(from_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-                    total += weight * tl.where((lost >> owner) & 1 != 0, float("nan"), value)
+            for choice in tl.range(0, K, loop_unroll_factor=SIDE_BY_SIDE):
+                place = token * K + choice
+                chosen = tl.load(given_ids_ptr + place)
+                real = (chosen >= 0) & (chosen < experts * WORLD)
+                owner = tl.where(real, chosen, -experts).to(tl.int32) // experts  # -1: of a dropped choice
+                weight = tl.load(given_weights_ptr + place, mask=real, other=0.0).to(tl.float32)
+                from_ptr = choices_ptr + (slot + place) * H
+                if not ALL_RETURNED:
+                    row = tl.load(places_ptr + place, mask=owner == rank, other=0)
+                    row = tl.cast(tl.minimum(row, capacity - 1), tl.int64)
+                    from_ptr = tl.where(owner == rank, rows_ptr + row * stride_rows, from_ptr)
+                value = tl.load(from_ptr + columns, mask=mask & real, other=0.0).to(tl.float32)
+                is_lost = real & ((lost >> tl.maximum(owner, 0)) & 1 != 0)
+                total += weight * tl.where(is_lost, float("nan"), value)
             out_ptrs = out_ptr + tl.cast(token, tl.int64) * stride_out + columns
             tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
         end_exchange(state_ptr, RETURNED)

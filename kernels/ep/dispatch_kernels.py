@@ -64,13 +64,14 @@ def send_tokens(
     AT_ONCE: tl.constexpr,  # then wait for all peers, place the rows, and end the dispatch
     BLOCK: tl.constexpr,
     CHOICES: tl.constexpr,  # a power of two, at least K
-    KEYS: tl.constexpr,  # rows that a program places at a time
+    KEYS: tl.constexpr,  # rows that the programs of an SM place at a time
     POSITIONS: tl.constexpr,  # that it looks at, at a time
     PER_SM: tl.constexpr,  # the grid's
 ):
     """Send this rank's tokens, choices and count to its peers, and raise the flag of the dispatch there."""
     tl.static_assert(not FP8 or BLOCK // SCALED > 0)
     APART: tl.constexpr = WORLD if AT_ONCE else 1  # programs that share the peers of a token
+    MINE: tl.constexpr = KEYS // PER_SM
     number = exchange(state_ptr, DISPATCHED)
     slot = (number & 1) * WORLD + rank
     choices = tl.arange(0, CHOICES)
@@ -112,14 +113,14 @@ def send_tokens(
         in_slots = (number & 1) * WORLD * most_tokens * K
         of_slot_ptr = ids_ptr + tl.cast(in_slots, tl.int64)
         # Behind the choices of all ranks come those that would be the first of each expert, and the end.
-        for begin in range(tl.program_id(0) * KEYS, of_all + experts + 1, shares * KEYS):
-            items = begin + tl.arange(0, KEYS)
+        for begin in range(tl.program_id(0) * MINE, of_all + experts + 1, shares * MINE):
+            items = begin + tl.arange(0, MINE)
             positions = positions_of(items, tokens, most_tokens, K, RANKS)
             ids = tl.load(of_slot_ptr + positions, mask=items < of_all, other=0) - rank * experts
             ids = tl.where(items < of_all, ids, items - of_all)
             places = choices_before(
                 *(ids, positions, of_slot_ptr, tokens, rank, experts, most_tokens),
-                *(K, WORLD, RANKS, KEYS, POSITIONS),
+                *(K, WORLD, RANKS, MINE, POSITIONS),
             )
             is_end = (items >= of_all) & (ids <= experts)
             tl.store(offsets_ptr + ids, tl.minimum(places, capacity), mask=is_end)
@@ -132,8 +133,8 @@ def send_tokens(
             tl.store(places_ptr + own, places, mask=is_own)
             places = tl.where(is_row & (places < capacity), places, -1)
             tl.store(sources_ptr + places, in_slots + positions, mask=places >= 0)
-            for each in range(0, KEYS):
-                is_this = tl.arange(0, KEYS) == each
+            for each in range(0, MINE):
+                is_this = tl.arange(0, MINE) == each
                 row = tl.max(tl.where(is_this, places, -1), axis=0)
                 if row >= 0:
                     position = in_slots + tl.max(tl.where(is_this, positions, -1), axis=0)

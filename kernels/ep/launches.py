@@ -24,7 +24,8 @@ SEGMENTS = 4 if INTERPRETED else 16  # of all positions, counted and placed side
 BLOCK_POSITIONS = 64 if INTERPRETED else 1024
 BLOCK_COLUMNS = 128 if INTERPRETED else 4096
 KEYS, POSITIONS = (8, 64) if INTERPRETED else (16, 512)  # of a dispatch in one launch
-PART_COLUMNS = 16 if INTERPRETED else 1024  # that a program adds, of a combine in one launch
+PART_COLUMNS = 16 if INTERPRETED else 2048  # that a program adds, of a combine in one launch
+SIDE_BY_SIDE = (4, 8)  # rows that it reads at once, of a combine in two launches and in one
 INTERPRETED_SMS = 1
 INTERPRETED_PROGRAMS = 2  # of a product
 TMA_CAPABILITY = 9
@@ -211,6 +212,7 @@ class Launches:
             SUMS=sums,
             ALL_RETURNED=rows is None,
             PART=part,
+            SIDE_BY_SIDE=min(sizes.topk, SIDE_BY_SIDE[returns]),
         )
 
     def grade(
