@@ -278,8 +278,8 @@ class AllGatherGemm(NumberedCalls):
         most_pieces = piece_counts(rows)[-1]  # of a class all have the same options
         kind = (class_of_rows(rows), can_run, most_pieces, weight.shape[0], self._k, lies_by_columns(weight))
         key = (*kind, str(self._dtype), self.world_size, *epilogue.key())
-        of_call = {"world_size": self.world_size, "specialized": can_run, "fixed": self._fixed}
-        choose = Standing(functools.partial(options_for(rows, self._sms, **of_call).choose, key))
+        options = options_for(rows, self._sms, self.world_size, specialized=can_run, fixed=self._fixed)
+        choose = Standing(functools.partial(options.choose, key))
         fill_nan = filler_of_chunks(out, self._pusher.flags, self.rank, rows)
         made = GatherLayout(rows, class_of_rows(shape[0]), shape, choose, fill_nan)
         if self._mail is not None and self._mail.can_take(made.size_class):
