@@ -107,7 +107,7 @@ def _alternatives_of_ag_gemm(
 ) -> dict[str, Alternative]:
     """Return the choices that are fixed by arguments: of overlapped calls, and the collective."""
     sms = torch.cuda.get_device_properties(ranks.device).multi_processor_count if ON_GPU else 0
-    found = options_for(rows, sms, world_size=ranks.world_size, specialized=ON_GPU)
+    found = options_for(rows, sms, ranks.world_size, specialized=ON_GPU)
     alternatives = {"collective": _collective("ag_gemm", lambda: opened(collective=True))}
     for consumer in found.consumers:
         counts = found.programs if options.alternatives == "all" else found.programs[:1]

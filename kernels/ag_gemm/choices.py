@@ -64,7 +64,7 @@ class Fixed(NamedTuple):
 FREE = Fixed()
 
 
-def options_for(rows: int, sms: int, *, world_size: int, specialized: bool, fixed: Fixed = FREE) -> Options:
+def options_for(rows: int, sms: int, world_size: int, *, specialized: bool, fixed: Fixed = FREE) -> Options:
     """Return the options of calls with so many rows on each rank, on a device with so many SMs (0: none).
 
     Raises ValueError if the fixed consumer cannot take them.
@@ -79,5 +79,9 @@ def options_for(rows: int, sms: int, *, world_size: int, specialized: bool, fixe
     programs = INTERPRETED_PROGRAMS
     if not INTERPRETED:
         programs = tuple(sms - spared for spared in SPARED_SMS if spared < sms)
-    free = consumers, piece_counts(rows) if world_size > 1 else (1,), programs
-    return Options(*[few if one is None else (one,) for one, few in zip(fixed, free, strict=True)])
+    pieces = piece_counts(rows) if world_size > 1 else (1,)
+    return Options(
+        consumers=(fixed.consumer,) if fixed.consumer else consumers,
+        pieces=(fixed.pieces,) if fixed.pieces else pieces,
+        programs=(fixed.programs,) if fixed.programs else programs,
+    )
