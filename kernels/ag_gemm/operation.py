@@ -28,7 +28,6 @@ import torch.distributed as dist
 from dist_autotune.for_operations import Standing
 
 from ..agreement.ballots import COLLECTIVE
-from ..agreement.collective import Collective
 from ..epilogues import NO_EPILOGUE, ONLY_SUMS, Epilogue, EpilogueKind, result_columns
 from ..exchange.call import NumberedCalls
 from ..exchange.fill_nan import filler_of_chunks
@@ -100,7 +99,7 @@ class AllGatherGemm(NumberedCalls):
         NOT_SENT.value: "chunk {peer} was not copied to all peers, {peers}, in time",  # about this rank
     }
     _late = "rank {peer}, or one that it waits for, did not push chunk {peer} in time"
-    _puts = True
+    _puts, _way = True, "ag_gemm way"
 
     def __init__(
         self,
@@ -128,16 +127,7 @@ class AllGatherGemm(NumberedCalls):
         self._capacity, self._k, self._dtype = m_per_rank, k, dtype
         self._format = RowFormat(k, dtype)
         self._key = k, str(dtype)  # of the choice: equal on all ranks, unlike N
-        self._low_latency = low_latency
-        self._open_collective = functools.partial(
-            Collective,
-            "AllGatherGemm",
-            "ag_gemm way",
-            group,
-            fixed=collective,
-            timeout_s=timeout_s,
-            further=low_latency,
-        )
+        self._makes_collectives, self._low_latency = collective, low_latency
         super().__init__(dtype, group, backend, timeout_s)
 
     def _allocate(self) -> None:
@@ -150,7 +140,7 @@ class AllGatherGemm(NumberedCalls):
         self._gather = self._buffer.symmetric
         self._pusher = ChunkPusher(memory, self._gather, memory.allocate((FLAGS, world), torch.int32))
         self._pushes = self._pusher.pushes
-        self._collective = self._open_collective(memory)
+        self._collective = self._open_collective(self._makes_collectives, further=self._low_latency)
         self._mail: GatherByMail | None = None
         if self._low_latency is not False and world > 1 and GatherByMail.can_open(self._format):
             self._mail = GatherByMail(memory, self._format, self._capacity, self._errors)

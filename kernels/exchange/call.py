@@ -43,8 +43,14 @@ class NumberedCalls(Operation):
 
     _puts: ClassVar[bool] = False  # it has a step `_put`
     _agrees: ClassVar[bool] = True  # hosts agree on the way of a call, by `_collective`
+    _way: ClassVar[str]  # the name of the `tunable` by which a rank chooses it
     _collective: Collective
     _pushes: Pushes
+
+    def _open_collective(self, fixed: bool | None, **options: Any) -> Collective:
+        """Return the collective of such calls; fixed, options: see `Collective`."""
+        names, timeout_s = (type(self).__name__, self._way), self._timeout_s
+        return Collective(*names, self._group, self._memory, fixed=fixed, timeout_s=timeout_s, **options)
 
     def _call(self, *given: Any) -> Any:
         """Make one call; `given` is what its steps take. Raises what they raise, and what peers have told."""

@@ -63,6 +63,7 @@ class Operation(Shared):
         self, dtype: torch.dtype, group: dist.ProcessGroup | None, backend: str, timeout_s: float
     ) -> None:
         check_timeout(timeout_s)
+        self._group, self._timeout_s = group, timeout_s
         # The interpreter copies CUDA tensors to the CPU, where no peer's signal would be seen.
         device = "cpu" if INTERPRETED else None
         self._memory = open_symmetric_memory(group, backend, device, timeout_s=timeout_s)

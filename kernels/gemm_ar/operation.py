@@ -133,9 +133,6 @@ class GemmAllReduce(NumberedCalls):
         self._open_scatter = functools.partial(
             GemmReduceScatter, m, n, dtype, group, backend, timeout_s=timeout_s, collective=False
         )
-        self._open_ways = functools.partial(
-            Ways, group, fixed=way, timeout_s=timeout_s, has_low_latency=self._takes_low_latency
-        )
         super().__init__(dtype, group, backend, timeout_s)
 
     def _allocate(self) -> None:
@@ -145,7 +142,9 @@ class GemmAllReduce(NumberedCalls):
         has_low_latency, sizes = self._has_low_latency, (self._m, self._n, self._dtype, self._errors)
         self._rows = RowsMemory(memory, *sizes, has_low_latency=has_low_latency)
         self._parts, self._sums = self._rows.parts.local, self._rows.sums.local
-        self._collective = self._ways = self._open_ways(memory)
+        fixed, timeout_s, has = self._fixed, self._timeout_s, self._takes_low_latency
+        self._ways = Ways(self._group, memory, fixed=fixed, timeout_s=timeout_s, has_low_latency=has)
+        self._collective = self._ways
         self._scatter = self._open_scatter() if self._overlaps and world > 1 else None
         self._layouts: dict[Hashable, RowsLayout] = {}  # by those of tensors that have been checked
 

@@ -29,7 +29,6 @@ from dist_autotune import tunable
 from dist_autotune.for_operations import Standing
 
 from ..agreement.ballots import COLLECTIVE
-from ..agreement.collective import Collective
 from ..exchange.call import NumberedCalls
 from ..exchange.fill_nan import filler_of_all
 from ..exchange.flags import FLAGS, NO_PERMIT, NOT_SENT, OTHER_ROWS
@@ -106,6 +105,7 @@ class GemmReduceScatter(NumberedCalls):
         NOT_SENT.value: "the sums of rank {peer} were not copied to all peers, {peers}, in time",
     }
     _late = "rank {peer}, or one that it waits for, did not push its sums for chunk {rank} in time"
+    _way = "gemm_rs way"
 
     def __init__(
         self,
@@ -129,9 +129,7 @@ class GemmReduceScatter(NumberedCalls):
         self._m, self._n, self._dtype, self._by_stores = m, n, dtype, by_stores
         self._out_dtype = torch.bfloat16 if dtype == FP8 else dtype
         self._key = n, str(dtype)  # of the choice: equal on all ranks, unlike K
-        self._open_collective = functools.partial(
-            Collective, "GemmReduceScatter", "gemm_rs way", group, fixed=collective, timeout_s=timeout_s
-        )
+        self._makes_collectives = collective
         super().__init__(dtype, group, backend, timeout_s)
 
     def _allocate(self) -> None:
@@ -149,7 +147,7 @@ class GemmReduceScatter(NumberedCalls):
         self._pusher = SumPusher(self._pushes, self._partial, self._staged, with_permits=True)
         some = self._partial[0]
         filler_of_all(some, self._flags.local, self.rank)(some, only_load=True)
-        self._collective = self._open_collective(self._memory)
+        self._collective = self._open_collective(self._makes_collectives)
 
     def _read_device(self, dtype: torch.dtype) -> None:
         super()._read_device(dtype)

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from ..agreement.ballots import COLLECTIVE, REFUSED_TERMS, TERMS_BITS
-from ..agreement.collective import Collective
 from ..exchange.call import NumberedCalls
 from ..exchange.flags import ARRIVED, FLAGS, ROWS_SENT
 from ..exchange.operation import INTERPRETED_PROGRAMS, Refusal
@@ -70,7 +69,6 @@ class ExpertOperation(NumberedCalls):
     _shared_order: int  # of the tiles of a routing, unless all ranks' chunks are here
     _rows_name: str  # of the argument
     _weighted: str  # the kind of calls whose choices have weights
-    _way: ClassVar[str]  # the name of the `tunable` that chooses the collective
     _key: tuple[Hashable, ...]  # of that choice: columns and type of the operation
     _wrong_calls = (OTHER_TOKENS.value, OTHER_TOPK.value, NO_EXPERT.value, GIVEN_OTHERS.value)
     _refusal = Refusal(OTHER_TOPK.value, 0, TOPK_SPAN.value)  # a token of no choices
@@ -102,17 +100,8 @@ class ExpertOperation(NumberedCalls):
             if not 1 <= size <= most:
                 raise ValueError(f"{name}={size}; it must be 1 to {most}")
         self._capacity, self._max_topk, self._dtype = tokens_per_rank, max_topk, dtype
-        self._open_counts = functools.partial(TokenCounts, group, timeout_s, tokens_per_rank)
         self._told: tuple[int, ...] = ()  # of the last call
-        self._open_collective = functools.partial(
-            Collective,
-            type(self).__name__,
-            self._way,
-            group,
-            fixed=collective,
-            timeout_s=timeout_s,
-            most_rows=math.inf,
-        )
+        self._makes_collectives = collective
         super().__init__(dtype, group, backend, timeout_s)
 
     def _allocate(self) -> None:
@@ -121,7 +110,8 @@ class ExpertOperation(NumberedCalls):
         self._weights = self._memory.allocate((most,), torch.float32)
         self._flags = self._memory.allocate((FLAGS, self.world_size), torch.int32)
         self._pushes = Pushes(self._memory, self._memory.side_stream(), self._flags)
-        self._tokens = self._open_counts(type(self).__name__, self._memory)
+        of_group = (self._group, self._timeout_s, self._capacity)
+        self._tokens = TokenCounts(*of_group, type(self).__name__, self._memory)
         self._plans: dict[tuple[int, int, int], Plan] = {}
         self._checked: dict[Hashable, Apart] = {}  # by the layouts of tensors that have been checked
         self._launches: dict[Hashable, TunedLaunch] = {}  # by all that they depend on
@@ -131,7 +121,7 @@ class ExpertOperation(NumberedCalls):
         arrived = torch.zeros((FLAGS, 1), dtype=torch.int32, device=self.device)
         arrived[[ROWS_SENT.value, ARRIVED.value]] = 1
         self._arrived = self._memory.hold(arrived)
-        self._collective = self._open_collective(self._memory)
+        self._collective = self._open_collective(self._makes_collectives, most_rows=math.inf)
 
     # ---- one call, see `exchange.call`
 
