@@ -3,8 +3,8 @@
 Forked, not started anew: kernels live in `__main__` and in notebooks. A fork stops all threads of the rank (8
 ms with torch imported, 50 with 2 GB of tensors on the host), and its next step takes 7,000 page faults (18
 ms; 2 cores, 2026-11-29). So a child works through several pieces. It touches no CUDA, runs no finalizers,
-ignores the signals that are meant for the job, and dies with its rank. A lock of LLVM that another thread
-holds at the fork stays locked: such a child is late.
+ignores the signals that are meant for the job, and dies with its rank. A lock that another thread holds at
+the fork stays locked: such a child stands still.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from .config_failures import config_failure
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4  # prctl(2)
 POLL_S = 5e-3  # between looks at children
+STILL_S = 5.0  # without computing: a child that stands still waits for a lock that nobody opens
 REAP_S = 5.0  # a killed process that the kernel holds on to is left behind after this
 REASON_CHARACTERS = 1000  # of a failure's text
 STDERR_BYTES = 1 << 20  # of the compiler's own words: more is cut off
@@ -75,9 +76,10 @@ class Child:
         self.is_over = False  # no more endings come
         self._work, self._limit_s, self._is_cut_off, self._yields = work, limit_s, is_cut_off, yields
         self._parent, self._began = os.getpid(), time.monotonic()  # the work that is under way
-        self._told = self._read = self._said = (
-            0  # pieces of work; bytes of the report, and of stderr with them
-        )
+        self.told = 0  # pieces of work that have ended
+        self._read = self._said = 0  # bytes of the report, and of stderr with them
+        self._computed: int | None = None  # when last looked; None: it was computing
+        self._moved = self._began  # when it was last seen to
         self._paused: float | None = None  # since when
         self._report = os.memfd_create("child-report")  # how it went
         self._stderr = os.memfd_create("child-stderr")
@@ -93,7 +95,7 @@ class Child:
         endings = self._new_endings()
         lasts_s = self._limit_s * (WALL_FACTOR if self._yields else 1)
         is_late = self._paused is None and time.monotonic() - self._began > lasts_s
-        if self._told < len(self._work) and not (has_left or is_late):
+        if self.told < len(self._work) and not (has_left or is_late):
             return endings
         self.is_over = True
         try:
@@ -103,8 +105,8 @@ class Child:
             self._close()
         with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stderr.write(said.decode(errors="replace"))  # where it would have gone without a child
-        if self._told < len(self._work):
-            endings.append((self._told, self._crash(code, said[self._said :], is_late=not has_left)))
+        if self.told < len(self._work):
+            endings.append((self.told, self._crash(code, said[self._said :], is_late=not has_left)))
         return endings
 
     def _new_endings(self) -> list[tuple[int, Ending]]:
@@ -114,8 +116,8 @@ class Child:
         with contextlib.suppress(EOFError, pickle.UnpicklingError):  # the rest is not written yet
             while True:
                 reason, result, said = pickle.load(report)
-                endings.append((self._told, Ending(reason, result=result)))
-                self._told, self._said, read = self._told + 1, said, report.tell()
+                endings.append((self.told, Ending(reason, result=result)))
+                self.told, self._said, read = self.told + 1, said, report.tell()
                 self._began = time.monotonic()
         self._read += read if endings else 0
         return endings
@@ -127,6 +129,14 @@ class Child:
             return Ending(f"{what} within {self._limit_s:g} s")
         what = "the hook" if self._is_cut_off else "the compiler"
         return Ending(_crash_text(what, code, said.decode(errors="replace")))
+
+    def stands_still(self) -> bool:
+        """Return whether the child has neither computed nor had a helper for STILL_S."""
+        now = time.monotonic()
+        computed = None if self.is_over or self._paused is not None else computed_by(self._pid)
+        if computed is None or computed != self._computed:
+            self._computed, self._moved = computed, now
+        return now - self._moved > STILL_S
 
     def pause(self, *, goes_on: bool = False) -> None:
         """Stop the child and its helpers; goes_on: let them go on."""
@@ -154,6 +164,7 @@ class Child:
     def kill(self) -> None:
         """End the child and its helpers; a forked child of this process leaves them alone."""
         if os.getpid() == self._parent and self._report >= 0:
+            self.is_over = True
             end(self._pid)
             self._close()
 
@@ -253,6 +264,16 @@ def has_ended(pid: int) -> bool:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:
         return True
+
+
+def computed_by(pid: int) -> int | None:
+    """Return the ticks that a process has computed if it sleeps and has no child; else None."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat, open(f"/proc/{pid}/task/{pid}/children") as children:
+            state, *fields = stat.read().rpartition(")")[2].split()
+            return int(fields[10]) + int(fields[11]) if state == "S" and not children.read() else None
+    except (OSError, ValueError, IndexError):  # it has ended; or this system does not tell
+        return None
 
 
 def end(pid: int) -> int | None:

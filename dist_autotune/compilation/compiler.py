@@ -26,6 +26,7 @@ from .preflight import Compilation, keeping_reason
 BACKGROUND_SHARE = 0.5
 FORMS = 8  # of a context: the candidates are compiled for so many; further ones by their launches
 LOADING_SHARE = 0.25  # that loading may add to the time from run to run; one candidate in any case
+REPEATS = 2  # of a candidate whose child stood still
 GRACE_S = 0.5  # for a child to end that has written its binary, on a busy machine
 LEAST_IN_BACKGROUND, MOST_IN_CHILD = 4, 12  # candidates that a child compiles: each fork stops the rank
 TOO_LATE = "not compiled: the candidates together took longer than the peers wait"
@@ -117,6 +118,7 @@ class _Task:
     compilation: Compilation
     turn: int  # among the candidates of a context: 0 is this rank's share
     child: Child | None = None  # which compiles it, or will
+    repeats: int = 0  # as its child stood still
     found: float = math.inf  # when its binary was first seen, while the child ran
     is_compiled: bool = False
 
@@ -143,6 +145,7 @@ class Compiler:
         self._waiting: dict[CompiledContext, _Waiting] = {}
         self._tasks: dict[_Task, None] = {}  # in order
         self._children: dict[Child, list[_Task]] = {}  # that run; their work
+        self._is_paused = False
         # Why this process compiles; empty: children do.
         self._no_child_because = "no limit is set" if options.limit_s <= 0 else why_not_shared()
         self._advanced: float | None = None  # when `advance` has last ended
@@ -205,6 +208,12 @@ class Compiler:
             context.compile.asked.clear()
             context.compile.forms.clear()
 
+    def pause(self, *, goes_on: bool = False) -> None:
+        """Stop the children, and begin none; goes_on: let them go on."""
+        self._is_paused = not goes_on
+        for child in self._children:
+            child.pause(goes_on=goes_on)
+
     def close(self) -> None:
         """Drop all, and end the children."""
         self.keep_only(lambda context: False)
@@ -256,7 +265,7 @@ class Compiler:
         for child, tasks in list(self._children.items()):
             self._look_at(child, tasks)
         waiting = [task for task in self._to_compile() if task.child is None]
-        while waiting and (free := self._options.workers - len(self._children)) > 0:
+        while waiting and not self._is_paused and (free := self._options.workers - len(self._children)) > 0:
             turn = [task for task in waiting if task.turn == waiting[0].turn]
             least = LEAST_IN_BACKGROUND if self._options.in_background else 1
             count = min(max(math.ceil(len(turn) / free), least), MOST_IN_CHILD)
@@ -267,6 +276,13 @@ class Compiler:
         for place, ending in child.poll():
             if tasks[place].child is child:
                 self._end(tasks[place], FAILED if ending.reason else COMPILED, ending.reason)
+        if not child.is_over and tasks[child.told].repeats < REPEATS and child.stands_still():
+            still = tasks[child.told]
+            still.repeats += 1
+            if still in self._tasks:
+                counts = self._waiting[still.context].counts
+                counts.remark = counts.remark or "a process stood still; another has compiled the rest"
+            child.kill()
         if child.is_over:
             self._children.pop(child, None)
         for task in tasks:

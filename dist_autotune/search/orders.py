@@ -200,6 +200,7 @@ class RunOrder(Struct, frozen=True, omit_defaults=True):
     compares_outputs: bool = False
     counts: bool = False  # the time of the last run as a whole was a sample
     is_pending: bool = False  # online: a rank has not read that time yet
+    compiles: bool = True  # beside the next run; False: compilers pause
     apart: int = 0  # so many runs without a trial come before the next exchange
     done: bool = False
     has_work: bool = True

@@ -177,6 +177,7 @@ class Search:
             compares_outputs=state.compares_outputs,
             counts=state.has_counted_run,
             is_pending=run.run.is_pending,
+            compiles=not state.pace.holds,
             apart=state.apart,
             done=state.done,
             has_work=state.has_work,

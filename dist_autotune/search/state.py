@@ -123,6 +123,10 @@ class SearchState:
         return self.run_phase is not None and self.run_phase.follows_fit
 
     @property
+    def _is_compiling(self) -> bool:  # on some rank, if that may now
+        return any(context.compiling for context in self.contexts.values())
+
+    @property
     def _searched(self) -> list[Context]:  # by this session; any thread may ask
         return [context for context in tuple(self.contexts.values()) if context.began is not None]
 
@@ -276,7 +280,8 @@ class SearchState:
 
     def _let_runs_apart(self) -> None:
         """Count the runs without a trial that come before the next exchange: none while news is awaited."""
-        awaits = any(context.waiting or context.compiling for context in self.contexts.values())
+        awaits = any(context.waiting for context in self.contexts.values())
+        awaits |= self._is_compiling and not self.pace.holds
         awaits |= self.run_phase is not None and self.run_phase.waiting
         wanted = 0 if awaits or not (self.pace.holds or self._pays_back) else self.pace.steps_apart
         left = math.inf if self.rules.max_runs is None else self.rules.max_runs - self.runs - 2
@@ -291,7 +296,7 @@ class SearchState:
         kind = StepKind.of(
             is_new=any(part.announcement for part in report.parts.values()),
             is_trial=any(each.is_on_trial for each in self._trials),
-            is_compiling=any(context.compiling for context in self.contexts.values()),
+            is_compiling=self._is_compiling and not self.pace.holds,
         )
         self._made.count(kind, waits=any(each.waiting for each in self._trials))
         self.pace.record_apart(report.apart, report.apart_s)

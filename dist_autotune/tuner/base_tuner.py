@@ -35,8 +35,11 @@ class BaseTuner:
     _calls: Calls | None = None
 
     def __init__(self, function: Callable[..., Any] | None, options: Options, name: str) -> None:
-        if settings.run_mode() == "tune":
+        mode = settings.run_mode()
+        if mode == "tune":
             _check_possible(options, has_function=function is not None)
+        if mode != "off":
+            from . import calls  # noqa: F401  0.1 s, which are none of the first step's
         self.options = options
         self._function, self._name = function, name
         self._joined: FunctionScope | None = None  # the function around it that does what this one asks for

@@ -204,6 +204,8 @@ class RankRun:
         self._start.apply_exchange(order.sent_ns, order.lag_ns)
         self._wanted_ms = order.wanted_ms
         self.apart, self._apart_s = order.apart, []
+        if self._compiler is not None:
+            self._compiler.pause(goes_on=order.compiles)
         self._state.registry.rename(order.names)
         self.launched = {order.names.get(name, name) for name in self.launched}
 

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from triton.runtime.errors import OutOfResources
 
+from dist_autotune.compilation import child as of_child
 from dist_autotune.compilation.child import Child, Ending
 
 
@@ -82,6 +84,21 @@ def test_the_limit_is_of_each_piece_of_work():
         (1, ""),
         (2, "did not compile within 1 s"),
     ]
+
+
+def test_a_child_that_waits_for_a_lock_stands_still_and_one_that_computes_does_not(monkeypatch):
+    monkeypatch.setattr(of_child, "STILL_S", 0.3)
+    lock = threading.Lock()
+    lock.acquire()  # as another thread does at the fork
+    computes = [lambda: [None for _ in iter(int, 1)]]
+    waiting, computing = Child([lock.acquire], 60.0), Child(computes, 60.0)
+    deadline = time.monotonic() + 30.0
+    while not waiting.stands_still():
+        assert time.monotonic() < deadline
+        assert not computing.stands_still()
+        time.sleep(5e-3)
+    for child in (waiting, computing):
+        child.kill()
 
 
 def test_a_child_that_is_paused_is_not_late():

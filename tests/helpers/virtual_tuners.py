@@ -111,7 +111,7 @@ class VirtualChild:
 
     def __init__(self, work: list[Callable[[], str]], limit_s: float, *, yields: bool) -> None:
         self._endings = [child.Ending(each()) for each in work]
-        self._looks, self._number, self.is_over = 0, len(HERE.rank.compilers), False
+        self._looks, self._number, self.is_over, self.told = 0, len(HERE.rank.compilers), False, 0
         HERE.rank.compilers.append(self)
 
     def poll(self) -> list[tuple[int, child.Ending]]:
@@ -120,6 +120,12 @@ class VirtualChild:
             return []
         self.kill()
         return [*enumerate(self._endings)]
+
+    def stands_still(self) -> bool:
+        return False
+
+    def pause(self, *, goes_on: bool) -> None:
+        """It ends at a look, paused or not."""
 
     def kill(self) -> None:
         if not self.is_over:

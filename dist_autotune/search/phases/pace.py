@@ -2,8 +2,8 @@
 
 A settled step takes as long as the last steps that tried and exchanged nothing. Every step may take
 1 + `overhead` of that; what it took less is left for others. Where more is spent, the next steps hold no
-trial, and most of them no exchange either. At the beginning more may be spent, so that most of the session
-runs with a fast config; it is paid back, at the latest behind the last trial.
+trial, no compiler runs beside them, and most of them hold no exchange. At the beginning more may be spent, so
+that most of the session runs with a fast config; it is paid back, at the latest behind the last trial.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LENT_STEPS = 64  # their overhead may be spent before they are made
 KNOWN = 8  # steps without new keys, of which the shortest is one of the program's
 LOOK = 3  # steps at a time that tell what one without tuning takes
 RECENT = 9  # of these steps without a trial that tell what a settled one takes; behind the last trial all do
-MOST_TRIED = 12  # steps with a trial in a row; then one tells what those without it take by now
+MOST_BUSY = 12  # steps with a trial or compilers in a row; then some tell what those without take by now
 MARGIN = 0.9  # of the overhead is used: what a settled step takes is known to some per cent
 REFILLED = 0.75  # of what is lent: trials begin again when no more is spent
 MOST_APART = 16  # steps from one exchange to the next, at most
@@ -28,7 +28,6 @@ MOST_HELD = 32  # steps in a row without a trial, where even those take longer t
 MOST_REPAID = 600  # steps behind the last trial, likewise
 # Times a settled step, at most, that one counts: what takes longer is the program's: a checkpoint, a pause.
 LONGEST, LONGEST_QUIET = 5.0, 2.0
-IMPORTS_S = 0.6  # of the first step: the session's modules are imported in it
 
 
 class StepKind(enum.Enum):
@@ -83,10 +82,10 @@ class Pace:
         self._exchanges_s, self._exchanged = 0.0, 0  # steps
         self._first_s: list[float] = []  # steps that launched new keys
         self._quiet_s: list[float] = []  # steps without a trial, with the configs that are launched by now
-        self._tried = self._held = self._repaid = 0  # steps in a row
+        self._busy = self._held = self._repaid = 0  # steps in a row
         self._shortest_s = math.inf  # of steps without new keys
         self._is_refilling = False
-        self.holds = False  # the next step is to hold no trial
+        self.holds = False  # the next step is to hold no trial, and no compilers run beside it
 
     def record(self, kind: StepKind, took_s: float, exchange_s: float) -> None:
         """Record a step, with the exchange before it."""
@@ -94,8 +93,8 @@ class Pace:
             self._quiet_s.clear()  # a faster config has been found since
         if kind is StepKind.NEW:
             self._first_s.append(took_s)
-        is_trial = kind is StepKind.TRIAL
-        self._tried, self._held = (self._tried + 1, 0) if is_trial else (0, self._held + 1)
+        is_busy = kind in (StepKind.TRIAL, StepKind.COMPILING)
+        self._busy, self._held = (self._busy + 1, 0) if is_busy else (0, self._held + 1)
         longest = LONGEST_QUIET if kind is StepKind.QUIET else LONGEST
         if kind is not StepKind.NEW:
             self._shortest_s = min(self._shortest_s, took_s - exchange_s)
@@ -115,10 +114,10 @@ class Pace:
     def _is_to_hold(self, overhead: float) -> bool:
         if self._held >= MOST_HELD or not self.is_felt:
             return False
-        most = MOST_TRIED if self._quiet_s else 1
+        most = MOST_BUSY if self._quiet_s else 1
         lent_s = overhead * LENT_STEPS * self.step_s
         self._is_refilling = self._owed_s > lent_s * (REFILLED if self._is_refilling else 1)
-        return self._is_refilling or self._tried >= most
+        return self._is_refilling or self._busy >= most
 
     @property
     def is_felt(self) -> bool:
@@ -168,8 +167,7 @@ class Pace:
     @property
     def _extra_s(self) -> float:
         """Return the seconds that steps have taken beyond those without tuning."""
-        most_s = max(LONGEST * self.step_s, IMPORTS_S)  # what takes longer compiled
-        first_s = sum(min(each, most_s) for each in self._first_s)
+        first_s = sum(min(each, LONGEST * self.step_s) for each in self._first_s)  # longer ones compiled
         return first_s + sum(self._seconds.values()) - self._made * self.step_s
 
     @property

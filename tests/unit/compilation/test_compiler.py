@@ -21,15 +21,19 @@ class FakeChild:
 
     def __init__(self, killed: list[str], keys: list[str]) -> None:
         self.keys, self.endings, self.is_over = keys, dict[str, Ending](), False
-        self._told, self._killed = 0, killed
+        self.told, self.is_still, self._killed = 0, False, killed
 
     def poll(self) -> list[tuple[int, Ending]]:
-        told, self._told = self._told, len(self.endings)
-        self.is_over |= self._told == len(self.keys)
-        return [(place, self.endings[key]) for place, key in enumerate(self.keys[: self._told])][told:]
+        told, self.told = self.told, len(self.endings)
+        self.is_over |= self.told == len(self.keys)
+        return [(place, self.endings[key]) for place, key in enumerate(self.keys[: self.told])][told:]
+
+    def stands_still(self) -> bool:
+        return self.is_still
 
     def kill(self) -> None:
         self._killed += [] if self.is_over else [key for key in self.keys if key not in self.endings]
+        self.is_over = True
 
 
 @dataclass(eq=False)
@@ -163,6 +167,24 @@ def test_few_children_compile_many_candidates_and_what_stood_behind_a_crash_goes
     world.seconds += 10.0
     world.advance()
     assert (context.compile.left, world.killed) == (0, [])
+
+
+def test_what_a_child_that_stands_still_has_left_is_compiled_by_another_and_the_third_one_has_its_time(world):
+    context = world.want("a", "a1", "a2", "a3")
+    world.advance()
+    world.end("a1")
+    for number in range(2):
+        world.children["a2"].is_still = True
+        world.advance()
+        assert (len(world.killed), world.children["a2"].keys) == (2 * number + 2, ["a2", "a3"])
+    world.children["a2"].is_still = True
+    world.advance()
+    assert len(world.killed) == 4
+    world.end("a2", reason="did not compile within 60 s")
+    world.end("a3")
+    ((_, counts),) = world.advance()
+    assert counts.remark == "a process stood still; another has compiled the rest"
+    assert (context.compile.left, [*context.bans]) == (0, ["a2"])
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,13 @@ from dist_autotune.search.phases.step_gain import StepGain
 
 STEP_S = 0.1  # without the launches that are tuned
 CANDIDATES, KEYS, LAUNCHES = 36, 6, 16
+SLOWED = 1.4  # a step beside compilers
 
 
 class Training(Simulation):
     """Online steps in which each candidate takes its ms `LAUNCHES` times."""
 
-    def __init__(self, seed=0, spread=2.0, pause_s=0.0, **options):
+    def __init__(self, seed=0, spread=2.0, pause_s=0.0, compile_s=0.0, **options):
         draws = random.Random(seed)
         contexts = {f"k{key}": [f"k{key}c{c}" for c in range(CANDIDATES)] for key in range(KEYS)}
         own_ms = {
@@ -29,8 +30,10 @@ class Training(Simulation):
         super().__init__(
             contexts,
             lambda candidate, rank: own_ms[candidate] * draws.gauss(1, 0.01),
+            compiling=self.to_compile,
             **{"mode": "online", "search": "racing", "tries_all": True, **options},
         )
+        self.compile_s, self.compiled_s = compile_s, 0.0  # of a candidate; so far, of all
         self.own_ms, self.ended_s, self.pause_s = own_ms, [0.0], pause_s
         self.apart = 0  # runs before the one that is reported
         self.tried = []  # whether a step held a trial
@@ -38,13 +41,23 @@ class Training(Simulation):
     def step_s(self, plan):
         return STEP_S + 1e-3 * LAUNCHES * sum(self.own_ms[candidate] for candidate in plan.values())
 
+    def to_compile(self, run, rank, name):
+        """Return the candidates of a context that are left to compilers, which take one after the other."""
+        done = int(self.compiled_s / self.compile_s) if self.compile_s else CANDIDATES * KEYS
+        return max(0, CANDIDATES - max(0, done - CANDIDATES * [*self.contexts].index(name)))
+
     def run(self):
         self.apart = self.tuning.apart
         plan = {name: self._candidate(name) for name in self.contexts}
         self.plans += [plan] * self.apart
         for _ in range(self.apart + 1):
             pause_s = self.pause_s * (len(self.tried) == 40)
-            self.ended_s.append(self.ended_s[-1] + self.step_s(plan) + pause_s)
+            is_beside = (
+                self.to_compile(0, 0, "k5") > 0 and self.tuning.contexts and not self.tuning.pace.holds
+            )
+            took_s = self.step_s(plan) * (SLOWED if is_beside else 1) + pause_s
+            self.compiled_s += took_s * bool(is_beside)
+            self.ended_s.append(self.ended_s[-1] + took_s)
             self.tried.append(self.tuning.tries)
         super().run()
 
@@ -76,6 +89,15 @@ def test_the_mean_step_of_a_session_costs_no_more_than_its_overhead_and_nine_ten
     cost, spent_s = session.tuning.pace.cost, session.ended_s[-1] - steps * settled_s
     assert cost.steps == steps
     assert 0.4 * spent_s < cost.total_s <= 1.05 * spent_s  # the rest: steps before a fast config was known
+
+
+def test_compilers_beside_steps_are_a_part_of_the_overhead():
+    session = Training(overhead=0.15, compile_s=0.2)
+    steps = len(session.session())
+    compiled_s, settled_s = CANDIDATES * KEYS * session.compile_s, session.step_s(session.winners())
+    assert session.compiled_s >= compiled_s
+    assert session.ended_s[-1] / steps <= 1.15 * settled_s
+    assert session.tuning.pace.cost.compiling_s > 1.0
 
 
 def test_between_trials_a_step_runs_the_fastest_that_is_known():
