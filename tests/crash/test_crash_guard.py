@@ -13,7 +13,7 @@ from rank_programs import TIMEOUT_S, ending, raise_, tune
 
 from dist_autotune import CacheWarning, TuningError
 from dist_autotune.search.messages import EXACT
-from dist_autotune.storage.crash_guard import CrashGuard, remove_abandoned
+from dist_autotune.storage.crash_guard import CrashGuard
 from dist_autotune.storage.winners import Winners
 from ranks import assert_all_ok, run_ranks
 
@@ -54,8 +54,9 @@ def test_a_death_is_forgotten_once_the_candidate_has_completed_a_run(tmp_cache):
     assert value_of(program)["banned"] == {}
 
 
-@pytest.mark.parametrize("number", DEADLY, ids=lambda number: number.name)
-@pytest.mark.parametrize("options", [EXHAUSTIVE, RACING], ids=["exhaustive", "racing"])
+@pytest.mark.parametrize(
+    ("number", "options"), [*zip(DEADLY, (EXHAUSTIVE, RACING), strict=True)], ids=["killed", "racing"]
+)
 def test_the_candidate_whose_first_launch_killed_the_process_is_banned(tmp_cache, number, options):
     dies_twice(program, {(32, 1): lambda: die(number)}, options)
     (path,) = guards(tmp_cache)
@@ -71,13 +72,6 @@ def test_the_candidate_whose_first_launch_killed_the_process_is_banned(tmp_cache
     assert reason.endswith(" UTC)")
     assert second["winners"] == {"add64": 64}
     assert guards(tmp_cache) == []
-
-
-def test_a_candidate_that_has_completed_a_run_is_not_suspected_again(tmp_cache):
-    assert alone(program, {(32, 2): kill}).signal == signal.SIGKILL
-    second = value_of(program)
-    assert second["banned"] == {}
-    assert second["blocks"] == EVERYTHING
 
 
 def test_bans_stand_until_the_function_settles_through_another_crash(tmp_cache):
@@ -155,46 +149,11 @@ def test_the_candidate_inside_its_launch_is_banned_else_all_that_were_new_in_the
     assert second["winners"] == winners
 
 
-def test_a_death_between_two_runs_bans_nothing(tmp_cache):
-    def online(rank, calls):
-        bench, x = Bench(), numbers()
-        kernel = bench.kernel(MS)
-        step = bench.tune(lambda: launch(kernel, x), mode="online", **EXHAUSTIVE)
-        for _ in range(calls):
-            step()
-        if not step.settled:
-            kill()
-        return summary(bench, step)
-
-    assert alone(online, 4).signal == signal.SIGKILL
-    assert value_of(online, 9)["banned"] == {}
-
-
 # ---- whose guard is whose
 
 
 def open_guard(directory):
     return CrashGuard(Winners(directory), {}, "f", 0)
-
-
-def test_a_forked_child_that_outlives_the_owner_does_not_keep_the_guard(tmp_path):
-    reading, writing = os.pipe()
-
-    def owner(rank):
-        written = open_guard(tmp_path)
-        written.begin_session("abc", {})
-        written.begin_run(0, {"c" * 16: "d"})
-        if os.fork() == 0:
-            os.setsid()
-            os.close(writing)
-            os.read(reading, 1)  # until the test lets go
-            os._exit(0)
-        kill()
-
-    assert alone(owner).signal == signal.SIGKILL
-    assert remove_abandoned(tmp_path) == 1  # while the child lives
-    os.close(writing)
-    os.close(reading)
 
 
 @pytest.mark.parametrize(("days", "left"), [(29, 1), (31, 0)])
@@ -237,17 +196,15 @@ def test_a_candidate_that_kills_the_process_as_it_is_loaded_is_the_one_to_blame(
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (lambda text: text.replace('"crashes"', '"crashes', 1), "damaged JSON"),
         (lambda text: text.replace('"schema":4', '"schema":99', 1), "schema 99, expected 4"),
         (lambda text: "{", "damaged JSON"),
-        (lambda text: "[]\n", "Expected `object`"),
         (
             lambda text: text.replace('"suspects":{', '"suspects":3,"others":{', 1),
             r"got `int` - at `\$\.crashes\[\.\.\.\]\.suspects",
         ),
         (lambda text: "[" * 5000 + "\n", ""),
     ],
-    ids=["a broken line", "another schema", "cut off", "no object", "another type", "endless nesting"],
+    ids=["another schema", "cut off", "another type", "endless nesting"],
 )
 def test_a_damaged_guard_is_a_warning_with_its_path_and_nothing_is_banned(tmp_cache, damage, reason):
     assert alone(program, {(64, 1): kill}).signal == signal.SIGKILL

@@ -9,8 +9,6 @@ from kernels_for_tests import Bench, launch, numbers, only, out_of_resources
 
 from dist_autotune import NoValidConfig
 
-LONG_S = 30.0  # longer than anything here takes; only a failure waits for it
-
 
 class Capture:
     """What torch says of the current stream."""
@@ -119,12 +117,3 @@ def test_a_launch_and_its_capture_in_one_run_are_one_sample(bench, kernel, captu
     assert bench.blocks() == [16, 16, 32, 16, 32, 32]
     assert bench.clock.marks == 2
     assert list(only(tuned.report).timings.values()) == [3.0, 1.0]
-
-
-def test_the_host_choices_of_a_captured_call_are_the_settled_ones(bench, capture):
-    tuned = bench.tune(bench.choosing("slices", {1: 2.0, 2: 1.0}))
-    with capture:
-        assert tuned() == 1
-    assert tuned() == 2
-    with capture:
-        assert tuned() == 2

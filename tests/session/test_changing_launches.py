@@ -1,16 +1,13 @@
 """Launches that come and go: kernels and keys that vary between runs, keys that a later call brings."""
 
 import itertools
-import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from kernels_for_tests import (
     F32,
-    Launch,
     block_of,
     entries,
     launch,
@@ -23,9 +20,7 @@ from kernels_for_tests import (
 from typer.testing import CliRunner
 
 from dist_autotune.cli.commands import app
-from dist_autotune.launch import registry
 from dist_autotune.logs.records import ContextAdmitted, ContextSettled, SessionClosed
-from dist_autotune.triton_api import footprint
 
 
 def test_a_kernel_launched_only_in_the_first_run_starves_and_that_is_said(bench):
@@ -210,30 +205,6 @@ def test_the_next_process_expects_of_a_new_key_what_the_entries_on_disk_tell(
     context = only(tuned.report)
     assert (bench.blocks()[0], block_of(context.config)) == (64, 64)
     assert len(context.timings) == (3 if search == "expected" else 14)
-
-
-def by_waves(launch: Launch) -> float:
-    """Return what a launch takes on four SMs: more for larger programs, and an SM has one at a time."""
-    return math.ceil(math.ceil(launch.n / launch.block) / 4) * (launch.block + 4) / 100
-
-
-@pytest.mark.parametrize("search", ["racing", "expected"])
-@pytest.mark.parametrize("is_fresh", [False, True], ids=["here", "next_process"])
-def test_a_start_counts_that_few_programs_leave_sms_idle(bench, monkeypatch, search, is_fresh):
-    """At large sizes large blocks are the fastest; at 64 numbers four programs fill four SMs."""
-    monkeypatch.setattr(registry, "preflight", SimpleNamespace(current_device=lambda: 0))
-    device = SimpleNamespace(multi_processor_count=4)
-    monkeypatch.setattr(footprint, "device_properties", lambda index: device)
-    times = dict.fromkeys(MANY, by_waves)
-    kernels = bench.kernel(times), bench.kernel(times)
-    first = bench.tune(lambda n: launch(kernels[0], numbers(n)), search="racing")
-    for n in (4096, 8192, 16384, 32768):
-        first(n)
-    bench.forget()
-    options = {"search": search, "n_repeat": None, "n_warmup": None}
-    tuned = bench.tune(lambda n: launch(kernels[is_fresh], numbers(n)), **options)
-    tuned(64)
-    assert bench.blocks()[0] == block_of(only(tuned.report).config) == 16
 
 
 def block_of_text(text):

@@ -1,7 +1,6 @@
 """Contexts whose times hold the host's part: fed where that helps, flagged, and not decided by it."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +9,7 @@ from kernels_for_tests import Bench, ScriptedClock, launch, numbers, only, recor
 from rank_programs import tune
 
 from dist_autotune import EventClock
-from dist_autotune.logs.records import Agreed, ContextSettled, Trial
-from dist_autotune.reports.history import load_history
-from dist_autotune.reports.tables import history_parts
-from dist_autotune.tables import as_lines
+from dist_autotune.logs.records import Agreed
 from dist_autotune.timing.clock import PAIRS
 from ranks import assert_all_ok, run_ranks
 
@@ -35,30 +31,6 @@ class GappedBench(Bench):
     def __init__(self, gap_ms: float) -> None:
         self.clock = GappedClock(gap_ms)
         self.launches = self.clock.launches
-
-
-def test_it_is_in_the_report_in_the_log_and_in_what_is_read_back(tmp_path):
-    bench = GappedBench(0.5)
-    tuned = bench.tuned({16: 1.0, 32: 0.9})
-    tuned()
-    found = only(tuned.report)
-    assert (found.config.kwargs["BLOCK"], found.launch_bound, found.status) == (16, True, "tuned")
-    assert "tuned, launch-bound" in str(found)
-    text = str(tuned.report)
-    assert "tuned, launch-bound" in text
-    assert "Launch-bound: the device waited for the host" in text
-    assert [trial.gap_ms for trial in records(Trial)][:2] == [0.5, 0.5]
-    (settled,) = records(ContextSettled)
-    assert settled.launch_bound
-    log = Path(".autotune_logs/rank-0.log").read_text()
-    assert "host time up to 0.5000" in log
-    assert "tuned, launch-bound, 2 timed" in log
-    history = load_history(tmp_path / ".autotune_logs")
-    (session,) = history.sessions
-    assert session.contexts[0].tuned.launch_bound
-    printed = "\n".join(as_lines(*history_parts(history, history.sessions)))
-    assert "tuned, launch-bound" in printed
-    assert "Launch-bound: the device waited" in printed
 
 
 def test_one_launch_bound_rank_keeps_all_ranks_from_deciding_by_its_host():

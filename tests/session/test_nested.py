@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from kernels_for_tests import is_outside, launch, numbers
+from kernels_for_tests import is_outside, numbers
 
-from dist_autotune import StepTuner, TuningError
+from dist_autotune import TuningError
 
 TENSOR = torch.zeros(1)
 
@@ -56,14 +56,3 @@ def test_a_function_whose_wishes_are_met_joins(bench, inner, outer):
         assert torch.equal(around(), numbers() + 1)
     assert around.settled
     assert within.report is None
-
-
-def test_a_step_refuses_a_function_that_compares_bits(bench, kernel):
-    within = bench.tune(lambda: launch(kernel, numbers()), name="inner", bits="same")
-    tuner = StepTuner(clock=bench.clock, progress=False)
-    with pytest.raises(TuningError, match="inner with bits='same'") as refused, tuner.step():
-        within()
-    assert str(refused.value).endswith(
-        "Call inner between runs of test_nested.py, or leave it out of inner."  # no step takes bits='same'
-    )
-    assert is_outside()

@@ -58,24 +58,6 @@ def test_a_settled_call_does_not_take_an_iterator_that_a_new_key_would_need_agai
         tuned(iter(ones_of(128)))
 
 
-class Stream:
-    """An iterator with a tuned method, which takes no item of it."""
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        raise StopIteration
-
-
-def test_a_method_of_an_iterator_is_tuned(bench):
-    kernel = bench.kernel(MS)
-    Stream.step = bench.tune(lambda self: launch(kernel, numbers()))
-    Stream.step.fn.__name__ = "step"
-    Stream().step()
-    assert winner(only(Stream.step.report)) == 32
-
-
 def test_a_generator_function_cannot_be_decorated(bench):
     def each(x):
         yield x

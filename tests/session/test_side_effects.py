@@ -188,33 +188,6 @@ def test_a_new_key_is_tuned_beside_the_call_s_run_where_state_is_preserved(bench
     assert torch.equal(weight, numbers() + 23)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("mine"), KeyboardInterrupt()], ids=repr)
-def test_a_run_that_raises_while_a_new_key_is_tuned_leaves_the_call_s_own_run(bench, error):
-    kernel, other = (
-        bench.kernel({16: 3.0, 32: 1.0}),
-        bench.kernel({16: 1.0}, accumulate, restore_value=["y_ptr"]),
-    )
-    weight, total, raises = torch.zeros(1), torch.zeros(64), []
-
-    def step(n):
-        launch(kernel, numbers(n))
-        launch(other, torch.ones(64), total)
-        weight.add_(1)
-        if raises and kernel.best_config.kwargs["BLOCK"] == 16:
-            raise raises.pop()
-
-    tuned = bench.tune(step, preserve=[weight])
-    tuned(64)
-    raises.append(error)
-    with pytest.raises(type(error)) as caught:
-        tuned(128)
-    assert caught.value is error
-    assert (weight.item(), *total.unique()) == (2, 2)
-    tuned(128)
-    assert (weight.item(), *total.unique()) == (3, 3)
-    assert bench.blocks("add", n=128)[-1] == 32
-
-
 # ---- one run per call: bit for bit what the undecorated function does
 
 

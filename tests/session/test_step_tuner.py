@@ -1,10 +1,6 @@
 """`StepTuner`: a with block is a run, as a call of an online function is."""
 
-import itertools
-import sys
 import threading
-from collections.abc import Callable
-from types import FrameType
 
 import pytest
 import torch
@@ -13,7 +9,6 @@ from kernels_for_tests import Mine, is_outside, launch, numbers, only, records, 
 from dist_autotune import StepTuner, is_tuning
 from dist_autotune.errors import InvalidOption, TuningError
 from dist_autotune.logs.records import RunFailed, SessionOpened
-from dist_autotune.tuner import calls
 
 
 @pytest.fixture
@@ -60,43 +55,6 @@ def test_a_session_ends_that_waits_for_a_launch_which_does_not_come(bench, step_
             if number == 1:
                 launch(kernel, numbers())
     assert step_tuner.settled
-
-
-def is_interrupted(function: Callable[[], None], at: int) -> bool:
-    """Raise KeyboardInterrupt at a call that `calls.py` makes, as a signal does; False: it makes fewer."""
-
-    def interrupt(frame: FrameType, event: str, called: object) -> None:
-        if (
-            event in ("call", "c_return")
-            and frame.f_code.co_filename == calls.__file__
-            and next(number) == at
-        ):
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
-    number = itertools.count()
-    try:
-        sys.setprofile(interrupt)
-        function()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.setprofile(None)
-    return False
-
-
-def test_ctrl_c_anywhere_in_a_settled_step_leaves_no_call_under_way(bench, kernel, step_tuner):
-    def step() -> None:
-        with step_tuner.step():
-            launch(kernel, numbers())
-
-    step(), step(), step()
-    at = 0
-    while is_interrupted(step, at):
-        assert is_outside(), at
-        at += 1
-    assert at > 5
-    assert is_outside()
 
 
 @pytest.mark.parametrize("error", [Mine("mine"), StopIteration(7), KeyboardInterrupt(), SystemExit(3)])

@@ -1,7 +1,6 @@
 """What the user's function, kernel, hook or grid raises reaches the caller, and the next call goes on."""
 
 import contextlib
-import functools
 import itertools
 import sys
 import threading
@@ -75,32 +74,6 @@ def test_what_the_function_raises_reaches_the_caller_and_the_next_call_goes_on(b
     assert [record.by_rank for record in records(RunFailed)] == [0]
 
 
-class Mute(Exception):
-    def __str__(self):
-        raise AttributeError("no such field")
-
-
-@pytest.mark.parametrize("is_settled", [False, True], ids=["tuning", "settled"])
-def test_an_exception_that_cannot_say_its_text_reaches_the_caller(bench, is_settled):
-    kernel, errors = bench.kernel({16: 3.0, 32: 1.0}), [Mute()]
-
-    def thunk():
-        launch(kernel, numbers())
-        if is_tuning() is not is_settled and errors:
-            raise errors.pop()
-
-    tuned = bench.tune(thunk)
-    if is_settled:
-        tuned()
-    with pytest.raises(Mute):
-        tuned()
-    assert [record.error for record in records(RunFailed)] == (
-        [] if is_settled else ["Mute (str() failed: AttributeError)"]
-    )
-    tuned()
-    assert tuned.settled
-
-
 def out_of_memory(*_: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -144,28 +117,6 @@ def test_other_errors_propagate_unchanged_and_nothing_stays_patched(bench, where
     assert not is_tuning()
     assert records(Banned) == []
     assert len(records(RunFailed)) == 1
-
-
-# ---- from the grid
-
-
-def compiler_trouble(*_: Any) -> Any:
-    raise RuntimeError("PassManager::run failed")
-
-
-class Grid:
-    def __call__(self, meta: Any) -> Any:
-        out_of_memory()
-
-
-GRIDS = [out_of_memory, compiler_trouble, Grid(), functools.partial(out_of_memory, 1), Grid().__call__]
-
-
-@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: type(grid).__name__)
-def test_an_error_of_any_callable_grid_is_the_users(bench, kernel, grid):
-    with pytest.raises(RuntimeError, match=r"CUDA out of memory|PassManager::run failed"):
-        bench.tune(lambda: kernel[grid](numbers(), numbers(), 64))()
-    assert records(Banned) == []
 
 
 # ---- Ctrl-C between any two lines

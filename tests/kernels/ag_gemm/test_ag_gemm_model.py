@@ -262,10 +262,6 @@ def fails() -> str:
     return gluon_model.first_failure(lambda seed: gather_and_multiply(scenes(seed=seed)), 12)
 
 
-def test_nothing_is_found_in_the_kernel_as_it_is():
-    assert fails() == ""
-
-
 Wait = Callable[..., int]
 WAIT: Wait = KERNEL.wait_for_rows
 
@@ -293,13 +289,3 @@ def test_a_wait_that_does_not_cover_the_load_is_found(monkeypatch, wait):
 def test_a_poll_that_acquires_nothing_is_found(monkeypatch):
     gluon_model.poll_without_acquiring(monkeypatch)
     assert "has not arrived" in fails()
-
-
-def test_a_ragged_tile_that_is_not_moved_back_is_found(monkeypatch):
-    monkeypatch.setattr(KERNEL, "min", lambda a, b: a, raising=False)
-    assert "behind the chunk's last one" in fails()
-
-
-def test_a_kernel_that_does_not_part_from_its_peers_is_found(monkeypatch):
-    monkeypatch.setattr(KERNEL.GatheredChunks, "loaded", lambda self: None)
-    assert "the kernel ended before" in fails()

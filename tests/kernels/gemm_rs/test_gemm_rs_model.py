@@ -216,48 +216,11 @@ def fails(variant: str = "cooperative", *, captured: bool = False, seeds: int = 
     )
 
 
-@CALLS
-@pytest.mark.parametrize("variant", ["cooperative", "pingpong"])
-def test_nothing_is_found_in_the_kernel_as_it_is(variant, captured):
-    assert fails(variant, captured=captured, seeds=3) == ""
-
-
 def test_a_count_of_what_has_only_been_read_is_found(monkeypatch):
     monkeypatch.setattr(KERNEL, "complete_stores", lambda: gluon_model.instructions.store_wait(0))
     assert "pushed to" in fails()
 
 
-@pytest.mark.parametrize(("variant", "every"), [("cooperative", 1), ("pingpong", 2)])
-def test_a_count_before_the_next_visit_is_found(monkeypatch, variant, every):
-    notify = KERNEL.ScatteredChunks.notify
-    monkeypatch.setattr(
-        KERNEL.ScatteredChunks,
-        "notify",
-        lambda self, number, visit, known: notify(self, number, visit - every, known),
-    )
-    assert "pushed to" in fails(variant)
-
-
-def test_sums_that_nobody_waits_for_are_found(monkeypatch):
-    monkeypatch.setattr(KERNEL, "await_sums", lambda *args: None)
-    assert "before it is known to be there" in fails()
-
-
 def test_a_wait_that_acquires_nothing_is_found(monkeypatch):
     gluon_model.poll_without_acquiring(monkeypatch)
     assert "before it is known to be there" in fails()
-
-
-def test_a_tile_that_is_told_of_behind_the_own_ones_is_a_deadlock(monkeypatch):
-    """The peers' sums wait for nothing here, but the side stream does: for DONE."""
-    told = KERNEL.ScatteredChunks.stored_before
-    monkeypatch.setattr(KERNEL.ScatteredChunks, "stored_before", lambda self, visit: None)
-    monkeypatch.setattr(KERNEL.ScatteredChunks, "notified", lambda self: told(self, 0))
-    assert fails() == "deadlock"
-
-
-def test_a_kernel_that_does_not_part_from_its_peers_is_found(monkeypatch):
-    monkeypatch.setattr(KERNEL.ScatteredChunks, "notified", lambda self: None)
-    scene = Scene(3, 0, 9, 14, 3, seed=5, rows_of={2: 7})
-    with pytest.raises(AssertionError):
-        reduce_scatter(scene)
