@@ -11,6 +11,7 @@ no overlap is best. In place means that the caller has written `op.shard`.
     ours, copied         the shard lies elsewhere and is copied first
     ours, no overlap     in place, eager: collective=True, a collective and cuBLAS
     ours, low latency    in place: low_latency=True, up to 64 rows of each rank; as a graph, too
+    ours, by stores      in place: by_stores=True, up to 2048 rows of each rank; as a graph, too
     ours, graph          in place, as a CUDA graph; and copied
     ours, by replays     the same, tuned with objective="graph" in a session of its own
     NCCL + GEMM          all_gather_into_tensor, then torch.matmul (gloo on CPU ranks)
@@ -165,16 +166,18 @@ class Ours(Tuned):
         super().__init__(call, check=self.op.check, name=name, retune=retune)
 
 
-def is_few(problem: Problem) -> bool:
-    """Return whether calls can go by mail."""
-    return problem.rows <= MOST_ROWS
+MOST_STORED = 2048  # rows of a rank
 
 
-def low_latency_arms(problem: Problem, few: Ours | None) -> list[Arm]:
-    if few is None:
-        return []
-    ways = in_both_ways("ours, low latency", lambda: few.eager(few.op.shard))
-    return [problem.product(*way) for way in ways]
+def on_request(problem: Problem, backend: str, *, retune: bool) -> dict[str, Ours]:
+    """Return ours of ways that calls take on request alone, where the rows are few enough."""
+    few = {"low latency": ({"low_latency": True}, MOST_ROWS)}
+    few["by stores"] = ({"by_stores": True, "collective": False}, MOST_STORED)
+    return {
+        f"ours, {name}": Ours(problem, backend, retune=retune, **way)
+        for name, (way, most) in few.items()
+        if problem.rows <= most
+    }
 
 
 # ---- baselines
@@ -274,13 +277,17 @@ def run_shape(
     waiting = Ours(problem, engines.backend, retune=options.retune, collective=True)
     # Apart from the eager one, which a replay that fails would break too.
     captured = Ours(problem, engines.backend, retune=False) if ON_GPU else ours
-    few = Ours(problem, engines.backend, retune=options.retune, low_latency=True) if is_few(problem) else None
+    few = on_request(problem, engines.backend, retune=options.retune)
     own = gather_then_own_matmul(problem, retune=options.retune)
     arms = [
         problem.product(OURS, lambda: ours.eager(ours.op.shard)),
         problem.product("ours, copied", lambda: ours.eager(problem.a)),
         problem.product("ours, no overlap", lambda: waiting.eager(waiting.op.shard)),
-        *low_latency_arms(problem, few),
+        *(
+            problem.product(*way)
+            for name, each in few.items()
+            for way in in_both_ways(name, lambda each=each: each.eager(each.op.shard))
+        ),
         problem.product("ours, graph", lambda: captured.graph(captured.op.shard)),
         problem.product(f"ours, {BY_REPLAYS}", lambda: captured.by_replays(captured.op.shard)),
         problem.product("ours, copied, graph", lambda: captured.graph(problem.a)),
@@ -298,7 +305,7 @@ def run_shape(
         arms,
         refresh=problem.refresh,
         tuned={"tuned": ours, "tuned_own_gemm": own},
-        operations=[each.op for each in (captured, few, waiting, ours) if each is not None],
+        operations=[each.op for each in (captured, *few.values(), waiting, ours)],
         dtype=options.dtype,
         rows_per_rank=problem.rows,
     )

@@ -20,6 +20,8 @@ from .choices import Choice
 class GatherMemory(NamedTuple):
     """What no call of an operation changes."""
 
+    table: torch.Tensor  # int64 [2 * world_size]: where `gather` and `flags` of each rank lie
+    counts: torch.Tensor  # int32 [world_size + 2], zeros
     gather: torch.Tensor  # [world_size, capacity, K]
     flags: torch.Tensor  # int32
     errors: torch.Tensor  # int64 [world_size], which the host reads without waiting

@@ -49,7 +49,7 @@ from ..tensors import (
 from . import specialized
 from .by_mail import BY_MAIL, LOW_LATENCY, GatherByMail
 from .call import Consumer, GatherLayout, GatherMemory, Product
-from .choices import Choice, Fixed, options_for
+from .choices import STORING, Choice, Fixed, options_for
 from .gather_buffer import GatherBuffer, RowFormat
 from .matmul import multiply_into
 from .plain import PlainConsumer
@@ -78,6 +78,9 @@ class AllGatherGemm(NumberedCalls):
     same. A rank that fixes a consumer makes no collective. A rank that would make the first one of a class
     waits, on the host, for its peers to come to the call; they make it if all would. A captured call repeats
     the way of the last eager call of its class; a replay waits for its peers as any collective does.
+
+    `by_stores=True` makes programs of the plain kernel store this rank's rows to the peers, in calls that are
+    no collective: one launch, no copy engine. None tunes it beside the consumers. Ranks may differ in it.
 
     `low_latency=True` makes calls of up to 64 rows of each rank gather in one launch (see `by_mail`) and
     multiply by cuBLAS, if a row's bytes are a multiple of 4; None tunes that beside the other ways. All ranks
@@ -115,15 +118,11 @@ class AllGatherGemm(NumberedCalls):
         programs: int | None = None,
         collective: bool | None = None,
         low_latency: bool | None = False,
+        by_stores: bool | None = False,
     ) -> None:
         check_sizes(m_per_rank=m_per_rank, k=k)
-        if low_latency not in (None, True, False):
-            raise ValueError(f"low_latency is {low_latency!r}; it is True, False, or None, which tunes it")
-        if low_latency and (collective or consumer is not None):
-            raise ValueError("low_latency=True fixes the way: pass neither consumer nor collective=True")
-        if collective and consumer is not None:
-            raise ValueError(f"consumer is {consumer!r}, but collective=True leaves the product to cuBLAS")
-        self._fixed = Fixed(consumer, pieces, programs)
+        self._fixed = Fixed(consumer, pieces, programs, by_stores)
+        self._fixed.check_ways(collective=collective, low_latency=low_latency)
         self._capacity, self._k, self._dtype = m_per_rank, k, dtype
         self._format = RowFormat(k, dtype)
         self._key = k, str(dtype)  # of the choice: equal on all ranks, unlike N
@@ -138,7 +137,12 @@ class AllGatherGemm(NumberedCalls):
             check_fp8(self.device)
         self._buffer = GatherBuffer(memory, self._format, self._capacity)
         self._gather = self._buffer.symmetric
-        self._pusher = ChunkPusher(memory, self._gather, memory.allocate((FLAGS, world), torch.int32))
+        flags = memory.allocate((FLAGS, world), torch.int32)
+        table = memory.hold(self._gather.addresses(flags))
+        counts = memory.hold(torch.zeros(world + 2, dtype=torch.int32, device=self.device))
+        here = (self._buffer.a, flags.local, self._errors)
+        self._held = GatherMemory(table, counts, *here, self.rank, world)
+        self._pusher = ChunkPusher(memory, self._gather, flags)
         self._pushes = self._pusher.pushes
         self._collective = self._open_collective(self._makes_collectives, further=self._low_latency)
         self._mail: GatherByMail | None = None
@@ -149,8 +153,6 @@ class AllGatherGemm(NumberedCalls):
 
     def _read_device(self, dtype: torch.dtype) -> None:
         super()._read_device(dtype)
-        memory = (self._buffer.a, self._pusher.flags, self._errors, self.rank, self.world_size)
-        self._held = GatherMemory(*memory)
         self._layouts: dict[Hashable, GatherLayout] = {}  # by those of tensors that have been checked
         self._chunk_calls: dict[int, ChunkCall] = {}  # by programs
 
@@ -297,24 +299,25 @@ class AllGatherGemm(NumberedCalls):
         return Product(a_shard, weight, out, epilogue, layout, gathered)
 
     def _put(self, layout: GatherLayout, product: Product) -> Product:
-        epilogue = product.epilogue
-        self._buffer.put(product.a_shard, epilogue.scale_a)
-        if self._format.is_scaled:
-            return product._replace(epilogue=epilogue._replace(scale_a=self._buffer.scales))
-        return product
+        self._buffer.put(product.a_shard, product.epilogue.scale_a)
+        if not self._format.is_scaled:
+            return product
+        return product._replace(epilogue=product.epilogue._replace(scale_a=self._buffer.scales))
 
     def _exchange(self, layout: GatherLayout, product: Product, way: int, is_capturing: bool) -> torch.Tensor:
         if way:
             self._gather_and_multiply(way, product)
             return product.out
         choice = self._choose(layout)
-        consumer = layout.consumers.get(choice.consumer)
-        if consumer is None:
-            consumer = self._new_consumer(product, choice, is_capturing=is_capturing)
+        consumer = layout.consumers.get(choice.consumer) or self._new_consumer(product, choice, is_capturing)
         self._gathered = layout.rows
-        self._pusher.start(layout.rows, choice.pieces, is_capturing=is_capturing)
+        pushes = choice.consumer not in STORING  # else one launch is all of a call
+        if pushes:
+            self._pusher.start(layout.rows, choice.pieces, is_capturing=is_capturing)
         self._launch(product, consumer, choice.programs)
-        self._pusher.finish(is_capturing=is_capturing)
+        if pushes:
+            layout.fill_nan(product.out)
+            self._pusher.finish(is_capturing=is_capturing)
         if product.gathered is not None:
             self._write_rows(product.gathered, layout.rows)
         return product.out
@@ -342,14 +345,15 @@ class AllGatherGemm(NumberedCalls):
     def _choose(self, layout: GatherLayout) -> Choice:
         return layout.choose()
 
-    def _new_consumer(self, product: Product, choice: Choice, *, is_capturing: bool) -> Consumer:
+    def _new_consumer(self, product: Product, choice: Choice, is_capturing: bool) -> Consumer:
         """Make it and load its kernels before any stream waits for a peer, see `launches.loading.load`."""
         made: Consumer
         if choice.consumer == "specialized":
             made = specialized.SpecializedConsumer(product, self._held)
         else:
             of_device = {"has_tma": self._has_tma, "needs_fence": self._needs_fence}
-            made = PlainConsumer(product, self._held, upcasts=self._upcasts, **of_device)
+            storers = STORING.get(choice.consumer, 0)
+            made = PlainConsumer(product, self._held, upcasts=self._upcasts, storers=storers, **of_device)
         if not is_capturing:
             made.load(product, self._call_of(choice.programs), self._patience_ticks)
             product.layout.fill_nan(product.out, only_load=True)
@@ -365,7 +369,6 @@ class AllGatherGemm(NumberedCalls):
 
     def _launch(self, product: Product, consumer: Consumer, programs: int) -> None:
         consumer.launch(product, self._call_of(programs), self._patience_ticks)
-        product.layout.fill_nan(product.out)
 
     # ---- calls that fail
 

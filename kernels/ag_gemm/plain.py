@@ -17,19 +17,30 @@ import triton.language as tl
 from ..configs import CANDIDATES, prune_overlapped, take_first
 from ..epilogues import apply_epilogue, apply_scales, sums_of_a_result
 from ..exchange.chunks import wait_and_check_rows, wait_for_own, wait_for_rows
-from ..exchange.peers import Peers
+from ..exchange.flags import FREE, NO_PERMIT
+from ..exchange.peers import Peers, is_given_up, wait_for_flag
+from ..exchange.stores import count_stored, let_peers_write, memory_of, put_flags_back
 from ..gemm.configs import class_of_rows
 from ..launches.settled import Tensors, TunedKernel
 from ..products import factors_of, halves, multiply_tile, store_rows
+from ..signals import GIVEN_UP
 from ..tensors import begin_at_16_bytes, lies_by_columns, pitch_of
-from ..tiles import grouped_tile, rotated_chunk
+from ..tiles import claim_number, grouped_tile, reset_counter, rotated_chunk
 from .call import Consumer, GatherMemory, Product
 from .gather_buffer import scaled_pitch
 
 
 @triton.autotune(
     configs=CANDIDATES,
-    key=["size_class", "N", "K", "TMA_LEGAL", "BY_COLUMNS", "ACTIVATION"],  # and the types of all tensors
+    key=[
+        "size_class",
+        "N",
+        "K",
+        "TMA_LEGAL",
+        "BY_COLUMNS",
+        "ACTIVATION",
+        "STORERS",
+    ],  # and the types of all tensors
     prune_configs_by={"early_config_prune": prune_overlapped},
     do_bench=take_first,  # outside a tuned function: a launch waits for peers, who would pick another config
 )
@@ -40,11 +51,14 @@ from .gather_buffer import scaled_pitch
     ]
 )
 def all_gather_gemm(
+    table_ptr,  # int64 [2, WORLD]: where gather buffer and flags of each rank lie
+    counts_ptr,  # int32 [WORLD + 2], 0 between launches: programs that have stored to each peer; programs
+    # that have begun, and that have ended
     a_ptr,  # gather buffer [WORLD, capacity, K]; the first M / WORLD rows of each chunk count
-    b_ptr,  # weight [N, K], its rows, or BY_COLUMNS its columns, contiguous and stride_b apart
-    c_ptr,  # out [M, N], or [M, N / 2] under a gated activation; rows stride_cm apart
     flags_ptr,  # int32 [FLAGS, WORLD]
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
+    b_ptr,  # weight [N, K], its rows, or BY_COLUMNS its columns, contiguous and stride_b apart
+    c_ptr,  # out [M, N], or [M, N / 2] under a gated activation; rows stride_cm apart
     row_scale_ptr,  # float32 [WORLD, capacity], behind the rows of A; or None
     column_scale_ptr,  # float32 [N], or None
     bias_ptr,  # [N], or None
@@ -63,6 +77,7 @@ def all_gather_gemm(
     FENCE: tl.constexpr,
     UPCAST: tl.constexpr,  # the interpreter has no arithmetic in bfloat16 and fp8
     ACTIVATION: tl.constexpr,  # of `epilogues`
+    STORERS: tl.constexpr,  # programs that store chunk `rank` to the peers, beside those that multiply; or 0
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -99,9 +114,25 @@ def all_gather_gemm(
             c_ptr, [WORLD, m, N // SUMS], [chunk_stride, stride_cm, 1], [1, BLOCK_M, STORE_N]
         )
 
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    if STORERS:
+        program = claim_number(counts_ptr + WORLD)
+        if program == 0:
+            let_peers_write(table_ptr, peers, WORLD)
+        own_ptr = a_ptr + tl.cast(rank * capacity, tl.int64) * a_pitch
+        if program < STORERS:
+            _store_chunk(
+                *(own_ptr, a_ptr, program, m, capacity, a_pitch, table_ptr, counts_ptr, peers),
+                *(WORLD, STORERS),
+            )
+            program = WORLD * tiles_per_chunk + STORERS  # behind all tiles
+        program -= STORERS
+        programs -= STORERS
+
     here = rank  # the chunk of which this program knows so many rows to be here; its own needs no wait
     arrived = m
-    for tile in tl.range(tl.program_id(0), WORLD * tiles_per_chunk, tl.num_programs(0)):
+    for tile in tl.range(program, WORLD * tiles_per_chunk, programs):
         chunk, inner = rotated_chunk(tile, tiles_per_chunk, WORLD, rank)
         pid_m, pid_n = grouped_tile(inner, tiles_m, tiles_n, GROUP_M)
         row = pid_m * BLOCK_M
@@ -120,17 +151,55 @@ def all_gather_gemm(
             *(acc, rows, columns, row_scale_ptr, column_scale_ptr, m, N, chunk * capacity, a_pitch // 4)
         )
         acc = apply_epilogue(acc, rows, columns, None, bias_ptr, m, N, ACTIVATION)
+        if STORERS:  # no kernel behind this one writes NaN
+            acc = tl.where(arrived >= GIVEN_UP, float("nan"), acc)
         if USE_TMA:
             _store_tma(acc, c_desc, chunk, row, col // SUMS, SUBTILE)
         else:
             c_rows_ptr = c_ptr + tl.cast(chunk * m + rows, tl.int64) * stride_cm
             store_rows(acc, c_rows_ptr, rows < m, col // SUMS, N // SUMS, False)
 
-    for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
-        if peer != rank:
-            wait_and_check_rows(peer, m, peers, WORLD)
-    if tl.program_id(0) == tl.num_programs(0) - 1:
-        wait_for_own(peers, WORLD)
+    if STORERS:
+        if reset_counter(counts_ptr + WORLD, tl.num_programs(0)):
+            for peer in range(0, WORLD):
+                if peer != rank:
+                    wait_and_check_rows(peer, m, peers, WORLD)
+                    put_flags_back(peer, peers, WORLD)
+    else:
+        for peer in tl.range(program, WORLD, programs):
+            if peer != rank:
+                wait_and_check_rows(peer, m, peers, WORLD)
+        if program == programs - 1:
+            wait_for_own(peers, WORLD)
+
+
+@triton.jit
+def _store_chunk(
+    own_ptr,  # this rank's chunk
+    a_ptr,
+    program,
+    m,
+    capacity,
+    a_pitch,
+    table_ptr,
+    counts_ptr,
+    peers,
+    WORLD: tl.constexpr,
+    STORERS: tl.constexpr,
+):
+    """Store this program's share of the chunk to each peer, the one before this rank first; tell them."""
+    BLOCK: tl.constexpr = 8192
+    elements = tl.cast(m, tl.int64) * a_pitch
+    for step in range(1, WORLD):
+        peer = (peers.rank + WORLD - step) % WORLD
+        permit = wait_for_flag(FREE, NO_PERMIT, peer, peers, WORLD)
+        end = tl.where(is_given_up(permit), 0, elements)
+        slot_ptr = memory_of(peer, table_ptr, a_ptr) + tl.cast(peers.rank * capacity, tl.int64) * a_pitch
+        for begin in range(tl.cast(program, tl.int64) * BLOCK, end, STORERS * BLOCK):
+            places = begin + tl.arange(0, BLOCK)
+            rows = tl.load(own_ptr + places, mask=places < end)
+            tl.store(slot_ptr + places, rows, mask=places < end)
+        count_stored(peer, counts_ptr, STORERS, m, table_ptr, peers, WORLD)
 
 
 @triton.jit
@@ -150,15 +219,23 @@ _KERNEL = TunedKernel(all_gather_gemm, operation="AllGatherGemm")
 class PlainConsumer(Consumer):
     """Multiplies in one kernel, which waits.
 
-    has_tma, needs_fence, upcasts: facts of the device.
+    has_tma, needs_fence, upcasts: facts of the device. storers: how many programs store this rank's chunk to
+    the peers; 0: it is pushed.
     """
 
     def __init__(
-        self, product: Product, held: GatherMemory, *, has_tma: bool, needs_fence: bool, upcasts: bool
+        self,
+        product: Product,
+        held: GatherMemory,
+        *,
+        has_tma: bool,
+        needs_fence: bool,
+        upcasts: bool,
+        storers: int = 0,
     ) -> None:
         super().__init__(_KERNEL)
         _, weight, out, epilogue, *_ = product
-        gather, self._held = held.gather, held
+        gather, self._tensors, self._beside = held.gather, held[:-2], storers
         strides, addresses = (pitch_of(weight), out.stride(0)), (weight.data_ptr(), out.data_ptr())
         steps = (gather.stride(1) | strides[0]) * weight.element_size() | strides[1] * out.element_size()
         self._size_class = class_of_rows(len(out) // held.world_size)
@@ -169,9 +246,9 @@ class PlainConsumer(Consumer):
             "FENCE": needs_fence,
             "UPCAST": upcasts,
             "ACTIVATION": epilogue.kind().activation,
+            "STORERS": storers,
         }
 
     def _arguments(self, operands: Product) -> tuple[tuple[int, ...], Tensors]:
         _, weight, out, ending, *_ = operands
-        gather, flags, errors, _, _ = self._held
-        return (), (gather, weight, out, flags, errors, ending.scale_a, ending.scale_b, ending.bias)
+        return (), (weight, out, ending.scale_a, ending.scale_b, ending.bias)

@@ -195,6 +195,7 @@ class ChunkBody(abc.ABC, Generic[Operands]):
     _size_class: int
     _matrices: tuple[Matrix, ...] = ()
     _tensors: tuple[torch.Tensor, ...] = ()
+    _beside = 0  # programs that compute no tiles
 
     def __init__(self, kernel: TunedKernel) -> None:
         self._kernel = kernel
@@ -217,7 +218,7 @@ class ChunkBody(abc.ABC, Generic[Operands]):
         def grid(meta: dict[str, Any]) -> tuple[int, int, int]:
             width = meta["BLOCK_N"] + meta.get("EXTRA_N", 0)
             tiles = triton.cdiv(rows // world, meta["BLOCK_M"]) * triton.cdiv(columns, width)
-            return min(call.programs, call.chunks * tiles), 1, 1
+            return self._beside + min(max(1, call.programs - self._beside), call.chunks * tiles), 1, 1
 
         constants, matrices = {"WORLD": world, **self._constants}, self._matrices
         numbers = (*self._sizes, *self._further, *call.numbers)

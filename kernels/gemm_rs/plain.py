@@ -22,21 +22,14 @@ from ..configs import CANDIDATES, prune_overlapped, take_first
 from ..epilogues import apply_scales
 from ..exchange.flags import FREE, NO_PERMIT
 from ..exchange.peers import Peers, is_any_lost, is_given_up, wait_for_flag
+from ..exchange.stores import count_stored, let_peers_write, memory_of
 from ..gemm.configs import class_of_rows
 from ..launches.settled import Tensors, TunedKernel
 from ..products import factors_of, halves, multiply_tile
 from ..tensors import begin_at_16_bytes, lies_by_columns, pitch_of
 from ..tiles import claim_number, grouped_tile, reset_counter, rotated_chunk
 from .call import Body, ScatterMemory, ScatterOperands
-from .handover import (
-    await_sums,
-    count_stored,
-    count_tile,
-    let_peers_write,
-    part_from_all,
-    slot_there,
-    wait_and_check_all,
-)
+from .handover import await_sums, count_tile, part_from_all, wait_and_check_all
 
 
 @triton.autotune(
@@ -147,7 +140,8 @@ def gemm_reduce_scatter(
             if chunk != writable:
                 permit = wait_for_flag(FREE, NO_PERMIT, chunk, peers, WORLD)
                 writable = chunk
-            sums_ptr = slot_there(chunk, table_ptr, staged_ptr, capacity, N, peers, WORLD)
+            slot = (rank - chunk + WORLD) % WORLD - 1
+            sums_ptr = memory_of(chunk, table_ptr, staged_ptr) + tl.cast(slot * capacity, tl.int64) * N
             rows = tl.where(is_given_up(permit), 0, m)
             _add_and_store(
                 acc, sums_ptr, N, staged_ptr, row, col, rows, N, capacity, False, 1, EPILOGUE_SUBTILE

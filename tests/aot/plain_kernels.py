@@ -80,11 +80,11 @@ GATHER = PlainKernel(
     configs.GPU_CANDIDATES,
     {
         **dict.fromkeys(("a_ptr", "b_ptr", "c_ptr"), "*bf16"),
-        **{"flags_ptr": "*i32", "errors_ptr": "*i64"},
+        **{"flags_ptr": "*i32", "counts_ptr": "*i32", "errors_ptr": "*i64", "table_ptr": "*i64"},
         **dict.fromkeys(("M", "N", "K", "capacity", "stride_b", "stride_cm"), "i32"),
         **dict.fromkeys(("rank", "patience_ticks", "size_class"), "i32"),
     },
-    {"bias_ptr": None, "ACTIVATION": NO_ACTIVATION, **dict.fromkeys(SCALES)},
+    {"bias_ptr": None, "ACTIVATION": NO_ACTIVATION, "STORERS": 0, **dict.fromkeys(SCALES)},
     OF_GEMM,
 )
 SCATTER = PlainKernel(

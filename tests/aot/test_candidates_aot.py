@@ -67,6 +67,10 @@ FURTHER = {
         GATHER.candidates[-1],
         {"WORLD": 1, "TMA_LEGAL": False, **ONES},
     ),
+    **{
+        f"gather by stores, tiles {index}": (GATHER, GATHER.candidates[index], {"STORERS": 16})
+        for index in (0, 7, 8, 12)
+    },
     "scatter, a weight by columns and an addend": (SCATTER, SCATTER.candidates[0], OF_BACKWARD),
     "scatter, the same, other tiles": (SCATTER, SCATTER.candidates[1], OF_BACKWARD),
     **{
@@ -84,8 +88,15 @@ FURTHER = {
 def test_other_layouts_types_and_sizes_fit_like_the_plain_one(kernel, config, options):
     compiled = kernel.compile(config, **options)
     kernel.check_fits(compiled, HOPPER)
-    if kernel is GATHER and "WORLD" not in options:
+    if kernel is GATHER and not {"WORLD", "STORERS"} & options.keys():
         assert early_load(compiled.asm["ttgir"]) is None
+
+
+def test_rows_for_a_peer_are_stored_by_16_bytes_and_counted_and_told_to_the_peer_at_system_scope():
+    ptx = GATHER.compile(GATHER.candidates[8], STORERS=16).asm["ptx"]
+    assert ptx.count("st.global.v4.b32") == 8192 // 8 // 128  # a block, by 128 threads
+    assert re.search(r"atom\.global\.sys\.acq_rel\.add", ptx)  # a program's share
+    assert re.search(r"atom\.global\.sys\.release\.exch", ptx)  # all of them
 
 
 def test_a_tile_for_a_peer_is_stored_by_16_bytes_and_counted_and_told_to_the_peer_at_system_scope():

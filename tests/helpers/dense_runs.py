@@ -15,7 +15,7 @@ from operations import HALF, DenseRuns, factors, sums_of_ranks
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, by_mail, specialized
 from dist_autotune.kernels.ag_gemm.call import GatherLayout
-from dist_autotune.kernels.ag_gemm.choices import Choice
+from dist_autotune.kernels.ag_gemm.choices import STORING, Choice
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
 from dist_autotune.kernels.configs import take_first
 from dist_autotune.kernels.epilogues import ONLY_SUMS, Epilogue
@@ -121,13 +121,15 @@ def force(op: AllGatherGemm, **chosen: Any) -> None:
 def choose_at_random(op: AllGatherGemm, seed: object) -> None:
     """Let each call of this rank take choices at random, whatever its peers take."""
     order = random.Random(str(seed))
-    op._choose = lambda *shape: Choice("plain", order.choice((1, 2, 3, 4)), order.choice((1, 2, 3)))
+    consumers = ("plain", "plain", *STORING)
+    op._choose = lambda *shape: Choice(*(order.choice(each) for each in (consumers, (1, 2, 3, 4), (1, 2, 3))))
 
 
 WAYS = {
     "plain": {"consumer": "plain"},
     "collective": {"collective": True},
     "low-latency": {"low_latency": True},
+    "by stores": {"by_stores": True},
 }
 WAYS_ON_GPUS = {"specialized": {"consumer": "specialized"}, **WAYS}
 LANES = ("eager", "as captured")
@@ -203,6 +205,7 @@ class GatheringRows(DenseRuns):
 
 
 GATHERING_ROWS = GatheringRows()
+GATHERING_BY_STORES = GatheringRows(by_stores=True)
 
 
 class GatheringByMail(GatheringRows):

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from dense_runs import GATHERING_BY_MAIL, GATHERING_ROWS, REDUCING, SCATTERING_SUMS, STORING_SUMS
+from dense_runs import (
+    GATHERING_BY_MAIL,
+    GATHERING_BY_STORES,
+    GATHERING_ROWS,
+    REDUCING,
+    SCATTERING_SUMS,
+    STORING_SUMS,
+)
 from expert_runs import GATHERING, SCATTERING
 
 DENSE = {
@@ -16,6 +23,7 @@ EVERY = DENSE | EXPERTS
 OF_ONE_WAY = {f"GemmAllReduce, {way}": runs for way, runs in REDUCING.items() if way is not None}
 OF_ONE_WAY["AllGatherGemm, low-latency"] = GATHERING_BY_MAIL
 OF_ONE_WAY["GemmReduceScatter, by stores"] = STORING_SUMS
+OF_ONE_WAY["AllGatherGemm, by stores"] = GATHERING_BY_STORES
 WITH_COLLECTIVES = {name: runs for name, runs in EVERY.items() if name != "GemmAllReduce"}
 
 

@@ -62,7 +62,7 @@ OF_WORLDS = {
 }
 OF_WORLDS |= {
     f"{name}, {world} ranks": (runs, world)
-    for (name, runs), world in zip(OF_ONE_WAY.items(), (3, 4, 4, 3, 3, 4, 4), strict=True)
+    for (name, runs), world in zip(OF_ONE_WAY.items(), (3, 4, 4, 3, 3, 4, 4, 4), strict=True)
 }
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from dense_runs import (
     GATHERING_BY_MAIL,
+    GATHERING_BY_STORES,
     GATHERING_ROWS,
     REDUCING,
     SCATTERING_SUMS,
@@ -68,6 +69,7 @@ OTHER_ROWS = {
     "AllGatherGemm": (GATHERING_ROWS, {}, rows_of_gather),
     "AllGatherGemm, by a collective": (GATHERING_ROWS, {"collective": True}, rows_of_gather),
     "AllGatherGemm, low-latency": (GATHERING_BY_MAIL, {}, rows_of_gather),
+    "AllGatherGemm, by stores": (GATHERING_BY_STORES, {}, rows_of_gather),
     "GemmReduceScatter": (SCATTERING_SUMS, {}, rows_of_scatter),
     "GemmReduceScatter, by a collective": (SCATTERING_SUMS, {"collective": True}, rows_of_scatter),
     "GemmReduceScatter, by stores": (STORING_SUMS, {}, rows_of_scatter),
@@ -128,6 +130,7 @@ def test_so_do_rows_of_another_class_that_has_no_way_yet(rank, runs):
 OR_ANOTHER = "rank {0}, or one that it waits for, did not "
 LOST = {"AllGatherGemm": OR_ANOTHER + "push chunk {0} in time"}
 LOST |= {"AllGatherGemm, low-latency": OR_ANOTHER + "send its rows in time"}
+LOST |= {"AllGatherGemm, by stores": OR_ANOTHER + "push chunk {0} in time"}
 LOST |= {"GemmReduceScatter": OR_ANOTHER + "push its sums"}
 LOST |= {"GemmReduceScatter, by stores": OR_ANOTHER + "come to the call in time"}
 LOST |= {f"GemmAllReduce, {way}": OR_ANOTHER + "offer its rows in time" for way in OF_KERNELS}
@@ -196,6 +199,7 @@ class WithRelu(GatheringRows):
 
 SPOILED = {
     "gathered": WithRelu(consumer="plain"),
+    "gathered by stores": GATHERING_BY_STORES,
     "scattered": SCATTERING_SUMS,
     "scattered by stores": STORING_SUMS,
     **OF_KERNELS,

@@ -9,7 +9,13 @@ import time
 from unittest import mock
 
 import pytest
-from dense_runs import GATHERING_BY_MAIL, STORING_SUMS, Reducing, reduce_error_ratio
+from dense_runs import (
+    GATHERING_BY_MAIL,
+    GATHERING_BY_STORES,
+    STORING_SUMS,
+    Reducing,
+    reduce_error_ratio,
+)
 from every_operation import EVERY, EXPERTS, WITH_COLLECTIVES
 from operation_runs import message_of, on_ranks
 
@@ -36,6 +42,7 @@ OPERATIONS |= {
     f"{name}, by a collective": (runs, {"collective": True}) for name, runs in WITH_COLLECTIVES.items()
 }
 OPERATIONS |= {"AllGatherGemm, low-latency": (GATHERING_BY_MAIL, {})}
+OPERATIONS |= {"AllGatherGemm, by stores": (GATHERING_BY_STORES, {})}
 OPERATIONS |= {"GemmReduceScatter, by stores": (STORING_SUMS, {})}
 OPERATIONS |= {f"GemmAllReduce, {way}": (OneSum(way), {}) for way in (None, *WAYS)}
 

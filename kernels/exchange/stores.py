@@ -1,0 +1,61 @@
+"""What a kernel does in place of the side stream where it stores into its peers' memory itself.
+
+It gives the permits, takes the peers', and raises their flags, at the same points of a call. Peers need not
+know: see [Note: rows leave with the tile].
+
+    table    int64 [2, WORLD]: where each rank's memory for others' rows lies, and where its flags lie
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..signals import GIVEN_UP, SYSTEM, count_up, notify
+from .flags import AFTER, ARRIVED, FREE, ROWS_SENT
+
+
+@triton.jit
+def let_peers_write(table_ptr, peers, WORLD: tl.constexpr):
+    """Give each peer its permit; by the first program to begin."""
+    for peer in range(0, WORLD):
+        if peer != peers.rank:
+            notify(_flag_there(FREE, peer, table_ptr, peers, WORLD), 1)
+
+
+@triton.jit
+def _flag_there(FLAG: tl.constexpr, peer, table_ptr, peers, WORLD: tl.constexpr):
+    """Return where the peer's flag about this rank is."""
+    flags_ptr = tl.load(table_ptr + WORLD + peer).to(tl.pointer_type(tl.int32))
+    return flags_ptr + FLAG * WORLD + peers.rank
+
+
+@triton.jit
+def memory_of(peer, table_ptr, like_ptr):
+    """Return where the peer's memory for others' rows begins; `like_ptr` has the type of the elements."""
+    theirs_ptr = tl.load(table_ptr + peer).to(tl.pointer_type(like_ptr.dtype.element_ty))
+    return tl.multiple_of(theirs_ptr, 16)  # as all that is allocated
+
+
+@triton.jit
+def count_stored(peer, counts_ptr, parts, rows, table_ptr, peers, WORLD: tl.constexpr):
+    """Count a part that this program has stored into a peer's memory; after the last one, tell of all rows.
+
+    counts: int32 [WORLD], zeros. A peer that is given up is told nothing: nothing has been stored for it.
+    """
+    if count_up(counts_ptr + peer, "acq_rel", SYSTEM) == parts - 1:
+        tl.store(counts_ptr + peer, 0)
+        permit = tl.atomic_xchg(peers.flags_ptr + FREE * WORLD + peer, 0, sem="relaxed", scope=SYSTEM)
+        if permit < GIVEN_UP:
+            sent_ptr = _flag_there(ROWS_SENT, peer, table_ptr, peers, WORLD)
+            tl.atomic_xchg(sent_ptr, rows, sem="relaxed", scope=SYSTEM)
+            notify(_flag_there(ARRIVED, peer, table_ptr, peers, WORLD), rows)
+
+
+@triton.jit
+def put_flags_back(peer, peers, WORLD: tl.constexpr):
+    """Lower what the peer has raised; by the last program to end."""
+    for place in tl.static_range(2):
+        at_ptr = peers.flags_ptr + place * WORLD + peer
+        following = tl.atomic_add(at_ptr + AFTER * WORLD, 0, sem="relaxed", scope="gpu")
+        tl.atomic_xchg(at_ptr + ROWS_SENT * WORLD, following, sem="relaxed", scope="gpu")
