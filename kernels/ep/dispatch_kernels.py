@@ -26,7 +26,7 @@ from .slots import (
 from .sorting_kernels import choices_before, positions_of, tokens_of_all
 
 
-@tuned("AT_ONCE")
+@tuned("AT_ONCE", "GATHERS")
 @triton.jit(
     do_not_specialize=["size_class", "T", "most_tokens", "experts", "capacity", "rank", "patience_ticks"]
 )
@@ -61,7 +61,8 @@ def send_tokens(
     WEIGHTED: tl.constexpr,
     TO_ALL: tl.constexpr,  # this rank's own slot gets the tokens of its experts, too
     FP8: tl.constexpr,
-    AT_ONCE: tl.constexpr,  # then wait for all peers, place the rows, and end the dispatch
+    AT_ONCE: tl.constexpr,  # then wait for all peers, and place the rows
+    GATHERS: tl.constexpr,  # and copy them there, and end the dispatch
     BLOCK: tl.constexpr,
     CHOICES: tl.constexpr,  # a power of two, at least K
     KEYS: tl.constexpr,  # rows that the programs of an SM place at a time
@@ -133,7 +134,7 @@ def send_tokens(
             tl.store(places_ptr + own, places, mask=is_own)
             places = tl.where(is_row & (places < capacity), places, -1)
             tl.store(sources_ptr + places, in_slots + positions, mask=places >= 0)
-            for each in range(0, MINE):
+            for each in range(0, MINE if GATHERS else 0):
                 is_this = tl.arange(0, MINE) == each
                 row = tl.max(tl.where(is_this, places, -1), axis=0)
                 if row >= 0:
@@ -142,7 +143,8 @@ def send_tokens(
                         *(row, position, x_ptr, tokens_ptr, rows_ptr, T, most_tokens, rank, stride_x),
                         *(H, K, WORLD, FP8, BLOCK),
                     )
-        end_exchange(state_ptr, DISPATCHED)
+        if GATHERS:
+            end_exchange(state_ptr, DISPATCHED)
 
 
 @tuned()

@@ -135,7 +135,7 @@ class Launches:
         fp8: bool = False,
         at_once: bool = False,
     ) -> None:
-        """Enqueue what sends tokens; at_once: it fills `d`, too."""
+        """Enqueue what sends tokens; at_once: it fills `d`, too, save rows that are `to_all`."""
         sizes, world = self.sizes, self._memory.world_size
         held = (self.tokens, self._ids, self._weights, self._counts, self.flags)
         items = world * sizes.tokens * sizes.topk if at_once else len(x)
@@ -151,6 +151,7 @@ class Launches:
             TO_ALL=to_all or fp8,
             FP8=fp8,
             AT_ONCE=at_once,
+            GATHERS=at_once and not to_all,
             CHOICES=triton.next_power_of_2(sizes.topk),
             KEYS=KEYS,
             POSITIONS=POSITIONS,

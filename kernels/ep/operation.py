@@ -14,7 +14,7 @@ from dist_autotune import tunable
 
 from ..exchange.call import NumberedCalls
 from ..moe.launch import check_experts, size_class
-from ..moe.tokens import check_choices
+from ..moe.tokens import check_choices, check_weights
 from ..signals import Failure, read_failure
 from ..tensors import Apart, check_fp8, check_no_gradient, check_out, check_sizes, check_tensor
 from .launches import Dispatched, Launches, Sizes
@@ -193,14 +193,14 @@ class ExpertParallel(NumberedCalls):
             grad, rows, d, topk_weights = given_to
             self._check_tokens("grad", grad, d.topk_ids)
             self._check_rows(rows, d)
-            self._check_weights(topk_weights, d)
+            check_weights(topk_weights, d.topk_ids)
         else:
             rows, *weight, d, topk_weights, out = given_to
             if kind == COMBINE:
                 self._check_rows(rows, d)
             else:
                 self._check_product(rows, weight[0], d, self.hidden)
-            self._check_weights(topk_weights, d)
+            check_weights(topk_weights, d.topk_ids)
             check_out(out, [len(d.topk_ids), self.hidden], self.dtype, self.device)
             if out is not None:
                 read = {"topk_weights": topk_weights, "topk_ids": d.topk_ids}
@@ -225,13 +225,32 @@ class ExpertParallel(NumberedCalls):
         return calls[kind](*given)
 
     def _dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, fp8: bool) -> Dispatched:
-        ids = topk_ids.detach().contiguous()
-        d, at_once = self._new_dispatch(ids, self.hidden), self._is_at_once(DISPATCH, len(x))
-        self._launches.send(x, d, None, self._patience_ticks, fp8=fp8, at_once=at_once)
-        if not at_once:
-            self._launches.sort(d, self._patience_ticks, fp8=fp8)
+        d, is_whole = self._send(DISPATCH, x, topk_ids, self.hidden, fp8=fp8)
+        if not is_whole:
             self._launches.gather(x, d, fp8=fp8)
         return d
+
+    def _dispatch_matmul(self, x: torch.Tensor, weight: torch.Tensor, topk_ids: torch.Tensor) -> Dispatched:
+        d, _ = self._send(DISPATCH_MATMUL, x, topk_ids, weight.shape[1])
+        self._launches.multiply(None, weight, d, d.rows)
+        return d
+
+    def _send(
+        self, kind: str, x: torch.Tensor, topk_ids: torch.Tensor, columns: int, *, fp8: bool = False
+    ) -> tuple[Dispatched, bool]:
+        """Enqueue a dispatch up to where its rows lie; return it, and whether that was in one launch.
+
+        In one launch those of a dispatch have been copied, too.
+        """
+        d, at_once = (
+            self._new_dispatch(topk_ids.detach().contiguous(), columns),
+            self._is_at_once(kind, len(x)),
+        )
+        to_all, patience_ticks = kind == DISPATCH_MATMUL, self._patience_ticks
+        self._launches.send(x, d, None, patience_ticks, to_all=to_all, fp8=fp8, at_once=at_once)
+        if not at_once:
+            self._launches.sort(d, patience_ticks, fp8=fp8)
+        return d, at_once
 
     def _is_at_once(self, kind: str, tokens: int) -> bool:
         """Return whether this rank makes its part of an exchange of so many tokens in one launch."""
@@ -243,14 +262,6 @@ class ExpertParallel(NumberedCalls):
         ways = (True, False) if self.tokens_per_rank <= MOST_TOKENS_AT_ONCE else (False, True)
         key = (size_class(tokens), self.hidden, self.topk, self.experts, self.world_size)
         return tunable(f"ep {kind} in one launch", ways, key=key)
-
-    def _dispatch_matmul(self, x: torch.Tensor, weight: torch.Tensor, topk_ids: torch.Tensor) -> Dispatched:
-        ids = topk_ids.detach().contiguous()
-        d = self._new_dispatch(ids, weight.shape[1])
-        self._launches.send(x, d, None, self._patience_ticks, to_all=True)
-        self._launches.sort(d, self._patience_ticks)
-        self._launches.multiply(None, weight, d, d.rows)
-        return d
 
     def _new_dispatch(self, ids: torch.Tensor, columns: int) -> Dispatched:
         return self._launches.new_dispatch(ids).with_rows(self._launches.new_rows(columns))
@@ -363,12 +374,6 @@ class ExpertParallel(NumberedCalls):
         if len(rows) != self.capacity or len(d.sources) != self.capacity:
             raise ValueError(f"rows have shape {list(rows.shape)}; [C={self.capacity}, F] is needed")
         self._check_experts(weight, rows.shape[1], columns)
-
-    def _check_weights(self, topk_weights: torch.Tensor, d: Dispatched) -> None:
-        check_choices("topk_weights", topk_weights, self.device, integers=False)
-        if topk_weights.shape != d.topk_ids.shape:
-            shapes = f"topk_weights {list(topk_weights.shape)}, topk_ids {list(d.topk_ids.shape)}"
-            raise ValueError(f"{shapes}: they must be of one shape")
 
     # ---- failures
 

@@ -40,10 +40,13 @@ SPILLED = {"dispatch at once": 24, ("dispatch at once", "hip"): 64}
 IN_FP8 = {"WEIGHTED": False, "TO_ALL": True}
 OF_COMBINE = {**OF_ROW, "ALL_RETURNED": False, "PART": 4096, "SIDE_BY_SIDE": 4}
 FORMS_OF_KERNELS = {
-    "send_tokens": (dispatch_kernels.send_tokens, {**OF_SENDING, "AT_ONCE": False, **PLACED}),
+    "send_tokens": (
+        dispatch_kernels.send_tokens,
+        {**OF_SENDING, "AT_ONCE": False, "GATHERS": False, **PLACED},
+    ),
     "dispatch at once": (
         dispatch_kernels.send_tokens,
-        {**OF_SENDING, "WEIGHTED": False, "AT_ONCE": True, **PLACED},
+        {**OF_SENDING, "WEIGHTED": False, "AT_ONCE": True, "GATHERS": True, **PLACED},
     ),
     "gather_rows": (dispatch_kernels.gather_rows, {**OF_ROW, "FP8": False}),
     "return_rows": (combine_kernels.combine_rows, {**OF_COMBINE, "RETURNS": True, "SUMS": False}),
