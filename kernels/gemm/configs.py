@@ -81,12 +81,14 @@ def blocks_of(args: dict[str, Any]) -> dict[str, Block]:
     else:
         b_rows = rows_to_load(block_n, columns)
         further_n = rows_to_load(extra_n, columns - block_n) if extra_n else b_rows
-    return {
+    blocks = {
         "a_desc": Block(block_k, block_m) if trans_a else Block(a_rows, block_k),
         "b_desc": Block(b_rows, block_k) if trans_b else Block(block_k, block_n),
         "extra_desc": Block(further_n, block_k) if trans_b else Block(block_k, extra_n or block_n),
         "c_desc": Block(block_m, args["STORE_N"] // sums),
     }
+    # Sums on their way to peers are stored as those for C are.
+    return blocks | ({"partial_desc": blocks["c_desc"]} if "partial_desc" in args else {})
 
 
 def in_words(args: dict[str, Any]) -> dict[str, Any]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
-import triton
 
 from ..compat import HAS_INLINE_PTX
 from ..gemm.configs import any_width, blocks_of, class_of_chunk, gluon_candidate
@@ -17,49 +15,31 @@ from ..gemm.launch import (
     tuned_over_chunks,
 )
 from ..launches.settled import Tensors, TunedKernel
-from ..matrices import Block, Matrix, matrix_of_rows, set_block
+from ..matrices import Matrix, matrix_of_rows
 from .call import Body, ScatterMemory, ScatterOperands
 from .specialized_kernel import specialized_gemm_reduce_scatter
-
-
-def blocks_of_all(args: dict[str, Any]) -> dict[str, Block]:
-    """Return the block of each descriptor of the kernel, in the order of its parameters."""
-    blocks = blocks_of(args)
-    return blocks | {"partial_desc": blocks["c_desc"]}
-
-
-def _set_blocks(args: dict[str, Any]) -> None:
-    for name, block in blocks_of_all(args).items():
-        set_block(args[name], block)
-
-
-def _candidate(*args: Any, **options: Any) -> triton.Config:
-    config = gluon_candidate(*args, **options)
-    config.pre_hook = _set_blocks
-    return config
-
 
 # The peers' sums lie in registers beside the accumulator, so pieces are narrow: wider ones spill.
 CANDIDATES = [
     # A tuner's first run takes the first.
-    _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(64, 2)),
-    _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(64, 2), group_m=16),
-    _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(64, 1), group_m=4),
-    _candidate("cooperative", (256, 128, 64), 4, warps=8, store=(32, 2)),
-    _candidate("cooperative", (128, 128, 64), 5, warps=8, store=(64, 1), extra_n=64),
-    _candidate("cooperative", (128, 128, 64), 6, warps=8, store=(64, 1)),
-    _candidate("cooperative", (128, 256, 64), 4, warps=4, store=(64, 1)),  # Blackwell
-    _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(32, 2)),
-    _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(32, 2), group_m=16),
-    _candidate("pingpong", (64, 256, 64), 5, warps=4, store=(64, 1)),
-    _candidate("pingpong", (64, 128, 64), 6, warps=4, store=(64, 1)),
+    gluon_candidate("cooperative", (128, 256, 64), 4, warps=8, store=(64, 2)),
+    gluon_candidate("cooperative", (128, 256, 64), 4, warps=8, store=(64, 2), group_m=16),
+    gluon_candidate("cooperative", (128, 256, 64), 4, warps=8, store=(64, 1), group_m=4),
+    gluon_candidate("cooperative", (256, 128, 64), 4, warps=8, store=(32, 2)),
+    gluon_candidate("cooperative", (128, 128, 64), 5, warps=8, store=(64, 1), extra_n=64),
+    gluon_candidate("cooperative", (128, 128, 64), 6, warps=8, store=(64, 1)),
+    gluon_candidate("cooperative", (128, 256, 64), 4, warps=4, store=(64, 1)),  # Blackwell
+    gluon_candidate("pingpong", (128, 128, 64), 5, warps=4, store=(32, 2)),
+    gluon_candidate("pingpong", (128, 128, 64), 5, warps=4, store=(32, 2), group_m=16),
+    gluon_candidate("pingpong", (64, 256, 64), 5, warps=4, store=(64, 1)),
+    gluon_candidate("pingpong", (64, 128, 64), 6, warps=4, store=(64, 1)),
     # Few rows for each rank.
-    _candidate("cooperative", (64, 128, 64), 8, warps=4, store=(64, 2)),
-    _candidate("cooperative", (64, 128, 128), 4, warps=4, store=(64, 1)),
+    gluon_candidate("cooperative", (64, 128, 64), 8, warps=4, store=(64, 2)),
+    gluon_candidate("cooperative", (64, 128, 128), 4, warps=4, store=(64, 1)),
 ]
 if HAS_INLINE_PTX:
     WIDTHS = (176, 192, 208, 224)
-    CANDIDATES += [_candidate(**any_width("cooperative", 128, width)) for width in WIDTHS]
+    CANDIDATES += [gluon_candidate(**any_width("cooperative", 128, width)) for width in WIDTHS]
 
 
 OPERAND_TYPES = (torch.float16, torch.bfloat16)
@@ -71,7 +51,7 @@ STEP_ROWS = 384
 
 tuned = tuned_over_chunks(specialized_gemm_reduce_scatter, CANDIDATES)
 
-_KERNEL = TunedKernel(tuned, blocks_of_all, operation="GemmReduceScatter")
+_KERNEL = TunedKernel(tuned, blocks_of, operation="GemmReduceScatter")
 
 
 @functools.lru_cache(maxsize=4096)

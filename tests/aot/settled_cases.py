@@ -240,9 +240,7 @@ OF_TMA: dict[str, dict[str, Any]] = {"rows of another class": {"rows": 300}}
 OF_TMA |= {"a weight by columns": CHANGES["a weight by columns"]}
 
 
-def _of_specialized(
-    runs: Runs, module: Any, names: str, changes: dict[str, Any], of: BlocksOf = blocks_of, **given: Any
-) -> Launches:
+def _of_specialized(runs: Runs, module: Any, names: str, changes: dict[str, Any]) -> Launches:
     """Return how the specialised kernel of an operation launches, on Hopper."""
     pingpong = {
         (config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"]): config
@@ -258,8 +256,7 @@ def _of_specialized(
         Call(rows=192),
         OF_TMA | changes,
         descriptors=0,
-        blocks_of=of,
-        **given,
+        blocks_of=blocks_of,
     )
 
 
@@ -275,7 +272,6 @@ SPECIALIZED = {
         of_specialized_scatter,
         "abc",
         {"an addend": OF_SUMS["an addend"]},
-        of_specialized_scatter.blocks_of_all,
     ),
 }
 

@@ -107,7 +107,7 @@ GATHER = SpecializedKernel(
 SCATTER = SpecializedKernel(
     specialized_gemm_reduce_scatter,
     scattering.CANDIDATES,
-    scattering.blocks_of_all,
+    lambda made: blocks_of({**made, "partial_desc": None}),
     {
         **{"staged_ptr": "*bf16", "flags_ptr": "*i32", "counts_ptr": "*i32", "errors_ptr": "*i64"},
         **dict.fromkeys((*OF_A_CALL, "first", "chunks"), "i32"),
