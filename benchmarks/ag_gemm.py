@@ -17,8 +17,7 @@ no overlap is best. In place means that the caller has written `op.shard`.
     NCCL + GEMM          all_gather_into_tensor, then torch.matmul (gloo on CPU ranks)
     NCCL + own GEMM      the same with `persistent_matmul`, tuned in this sequence
     torch fused          torch.ops.symm_mem.fused_all_gather_matmul
-    QuACK                its AllGatherRunner with the fastest of its tiles, where quack-kernels is installed
-    ..., graph           the last four as CUDA graphs
+    ..., graph           the last three as CUDA graphs
     GEMM                 torch.matmul on data that is gathered already
     copies               the all-gather by copy engines alone: no signals between the ranks
     NCCL gather          all_gather_into_tensor alone
@@ -40,7 +39,7 @@ from benchmarks.common.cases import Benchmark, Ratio
 from benchmarks.common.ranks import COLLECTIVES, ON_GPU, Ranks, run_on_ranks
 from benchmarks.common.tuned import BY_REPLAYS, Prepare, Tuned, in_both_ways
 from benchmarks.operations.harness import DTYPES, LIMIT_S, OURS, PATIENCE_S, measured_case, parse
-from benchmarks.operations.peers import QUACK, all_gather, fused_by_torch, quack_all_gather_gemm
+from benchmarks.operations.peers import all_gather, fused_by_torch
 from benchmarks.operations.products import (
     BLOCK,
     Shape,
@@ -78,8 +77,6 @@ BENCHMARK = Benchmark(
         Ratio(of=f"{SEQUENCE}, graph", to="ours, graph", name=f"graph: {SEQUENCE} / ours"),
         Ratio(of=OWN_GEMM, to=OURS),
         Ratio(of="torch fused", to=OURS, name="fused / ours"),
-        Ratio(of=QUACK, to=OURS),
-        Ratio(of=f"{QUACK}, graph", to="ours, graph", name=f"graph: {QUACK} / ours"),
         Ratio(of="ours, graph", to=f"ours, {BY_REPLAYS}", name="graph: judged eagerly / by replays"),
         Ratio(of=OURS, to="GEMM"),
         Ratio(of="ours, graph", to="GEMM", name="graph / GEMM"),
@@ -248,7 +245,6 @@ def baselines_of(problem: Problem, own: Tuned, ranks: Ranks) -> list[tuple[str, 
         SEQUENCE: lambda: gather_then_matmul(problem),
         OWN_GEMM: own.eager,
         "torch fused": lambda: torch_fused(problem),
-        QUACK: lambda: quack_all_gather_gemm(problem.a, problem.weight, problem.out, ranks),
     }
     return [way for baseline in baselines.items() for way in in_both_ways(*baseline)]
 

@@ -12,9 +12,8 @@ M is the number of rows, K the inner dimension of all ranks together: each multi
     ours, by stores      with --by-stores: ours whose kernel stores to the peers
     GEMM + NCCL          torch.matmul, then reduce_scatter_tensor (gloo on CPU ranks)
     own GEMM + NCCL      the same with `persistent_matmul`, tuned in this sequence
-    QuACK + NCCL         the same with QuACK's tuned GEMM, where quack-kernels is installed
     torch fused          torch.ops.symm_mem.fused_matmul_reduce_scatter
-    ..., graph           the last four as CUDA graphs
+    ..., graph           the last three as CUDA graphs
     GEMM                 torch.matmul alone
     NCCL scatter         reduce_scatter_tensor alone
 
@@ -42,7 +41,7 @@ from benchmarks.operations.harness import (
     measured_case,
     parse,
 )
-from benchmarks.operations.peers import QUACK, fused_by_torch, quack_gemm, reduce_scatter
+from benchmarks.operations.peers import fused_by_torch, reduce_scatter
 from benchmarks.operations.products import (
     BLOCK,
     Shape,
@@ -68,7 +67,7 @@ MODELS = ((4096, 14336), (8192, 28672), (16384, 53248))  # N and K
 WIDE = tuple(Shape(m, n, k) for m in (16, 128, 1024, 4096, 16384) for n, k in MODELS)
 LISTS = {"few": FEW, "public": PUBLIC, "wide": WIDE}
 DEFAULT = PUBLIC[0] if ON_GPU else Shape(64, 48, 64)
-SEQUENCE, OWN_GEMM, WITH_QUACK = (f"{gemm} + {COLLECTIVES}" for gemm in ("GEMM", "own GEMM", QUACK))
+SEQUENCE, OWN_GEMM = f"GEMM + {COLLECTIVES}", f"own GEMM + {COLLECTIVES}"
 OURS_IN_FP8 = f"{OURS}, fp8"
 OURS_BY_STORES = f"{OURS}, by stores"
 OF_FP8 = 0.05  # the error of products whose factors are rounded to 4 bits, relative
@@ -83,7 +82,6 @@ BENCHMARK = Benchmark(
         Ratio(of=f"{SEQUENCE}, graph", to="ours, graph", name=f"graph: {SEQUENCE} / ours"),
         Ratio(of="ours, graph", to=f"ours, {BY_REPLAYS}", name="graph: judged eagerly / by replays"),
         Ratio(of=OWN_GEMM, to=OURS),
-        Ratio(of=WITH_QUACK, to=OURS),
         Ratio(of="torch fused", to=OURS, name="fused / ours"),
         Ratio(of=OURS, to="GEMM"),
         Ratio(of=OURS, to=OURS_IN_FP8),
@@ -203,10 +201,6 @@ def then_scatter(problem: Problem, multiply: Callable[[], object]) -> Callable[[
     return call
 
 
-def quack_then_scatter(problem: Problem) -> Callable[[], torch.Tensor]:
-    return then_scatter(problem, quack_gemm(problem.a, problem.weight.T, problem.product))
-
-
 def own_then_scatter(problem: Problem, *, retune: bool) -> Tuned:
     call = then_scatter(problem, lambda: persistent_matmul(problem.a, problem.weight.T, problem.product))
     return Tuned(call, check=lambda: None, name="gemm_rs benchmark, own GEMM", retune=retune)
@@ -245,7 +239,6 @@ def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Rank
     baselines = {
         SEQUENCE: lambda: then_scatter(problem, matmul_alone(problem)),
         OWN_GEMM: own.eager,
-        WITH_QUACK: lambda: quack_then_scatter(problem),
         "torch fused": lambda: torch_fused(problem),
     }
     arms = [

@@ -7,7 +7,6 @@
     ours                  variant="auto", tuned first, by one session of contextual_autotune for each shape
     pipelined, ...        one variant, tuned among its own candidates
     ..., graph            the same as a CUDA graph of one call
-    QuACK                 its tuned GEMM, where quack-kernels is installed; and as a graph
     --parts               cooperative and ping-pong as arms of their own
 
 a is [M, K] by rows; b is [K, N] by columns, which is a weight [N, K] as layers hold it, or by rows with
@@ -30,8 +29,7 @@ from benchmarks.common.cases import Benchmark, Ratio, case_record
 from benchmarks.common.options import new_parser
 from benchmarks.common.ranks import ON_GPU, Ranks
 from benchmarks.common.records import add_run_options
-from benchmarks.common.tuned import Tuned, in_both_ways, in_graph, tuned_record
-from benchmarks.operations.peers import QUACK, quack_gemm
+from benchmarks.common.tuned import Tuned, in_graph, tuned_record
 from benchmarks.operations.products import (
     BLOCK,
     Shape,
@@ -157,10 +155,6 @@ def arms_of(problem: Problem, options: argparse.Namespace) -> list[Arm]:
         arms += [problem.arm(name, ours(name)) for name in (*kinds, *(PARTS if options.parts else ()))]
     arms.append(problem.arm(f"{CUBLAS}, graph", in_graph(problem.cublas)))
     arms.append(problem.arm(f"{OURS}, graph", in_graph(ours())))
-    if problem.scales:
-        return arms
-    quack = in_both_ways(QUACK, lambda: quack_gemm(problem.a, problem.b, problem.out))
-    arms += [problem.arm(name, prepare) for name, prepare in quack]
     return arms
 
 
@@ -229,7 +223,7 @@ def main() -> None:
         op="persistent_gemm",
         title="Persistent GEMM",
         case_title="M x N x K",
-        ratios=[Ratio(of=f"{of}{way}", to=f"{OURS}{way}") for of in (CUBLAS, QUACK) for way in WAYS],
+        ratios=[Ratio(of=f"{CUBLAS}{way}", to=f"{OURS}{way}") for way in WAYS],
         limit_s=LIMIT_S,
         needed=(OURS,),
     ).start(options, options.shapes, run_shape)

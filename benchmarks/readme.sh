@@ -4,7 +4,7 @@
 #   benchmarks/readme.sh [--out DIR] [--nproc N] [--limit-s 540] [--list] [PART...]
 #
 # Parts, in this order when none is named; those behind "2 ranks" are left out on one GPU:
-#   check        products, sums and transfers against float32, and the doctor's trials
+#   check        the doctor's trials
 #   gemm         persistent GEMM against cuBLAS, at M = N = 8192
 #   ragged       the same of ragged and skinny shapes
 #   gemm_fp8     the same in fp8, against torch._scaled_mm
@@ -17,7 +17,6 @@
 #   tp           pairs of tensor-parallel layers, and a training step, forward and backward
 #   agreement    on how many keys the picks of stock Triton differ; the cost of one exchange
 #   regret       picks of fresh sessions of allgather-GEMM, against the best fixed alternative
-#   soak         random calls of all operations for five minutes, half of them with each backend, closing included
 #
 # Every benchmark checks its results before it times them. A part has a time limit, at which it ends with all its
 # processes; one that no longer fits into --limit-s does not begin. The last line names both, for the next
@@ -29,10 +28,10 @@ set -uo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 readonly one_rank=(check gemm ragged gemm_fp8 add)
-readonly two_ranks=(ag_gemm gemm_rs ag_moe moe_rs ep rows overlap tp agreement regret soak)
+readonly two_ranks=(ag_gemm gemm_rs ag_moe moe_rs ep rows overlap tp agreement regret)
 declare -rA part_limit_s=(
   [check]=80 [gemm]=200 [ragged]=400 [gemm_fp8]=200 [add]=60
-  [ag_gemm]=240 [gemm_rs]=180 [ag_moe]=110 [moe_rs]=110 [ep]=150 [rows]=300 [overlap]=240 [tp]=480 [agreement]=90 [regret]=420 [soak]=400
+  [ag_gemm]=240 [gemm_rs]=180 [ag_moe]=110 [moe_rs]=110 [ep]=150 [rows]=300 [overlap]=240 [tp]=480 [agreement]=90 [regret]=420
 )
 
 die() { echo "readme.sh: $*" >&2; exit 2; }
@@ -64,11 +63,10 @@ parse() {
     parts=("${one_rank[@]}")
     ((nproc < 2)) || parts+=("${two_ranks[@]}")
   fi
-  public=() table=() ragged=() published=() rows=() calls=20 seconds=4 backends=(shm)
+  public=() table=() ragged=() published=() rows=()
   if (($(gpus))); then
     public=(--shapes public) table=(--shapes table) ragged=(--shapes ragged) published=(--shapes published)
     rows=(--m 16 32 64 128 256 512 1024 2048)
-    calls=500 seconds=150 backends=(torch nvshmem)
   fi
 }
 
@@ -83,12 +81,7 @@ record() {
 # The same on one rank.
 record_alone() { nproc=1 record "$@"; }
 
-part_check() {
-  if ((nproc >= 2)); then
-    launch tests/helpers/soak.py --calls "$calls" || return
-  fi
-  python3 -m dist_autotune doctor
-}
+part_check() { python3 -m dist_autotune doctor; }
 part_gemm() { record_alone persistent_gemm "${table[@]}"; }
 part_ragged() { record_alone persistent_gemm "${ragged[@]}"; }
 part_gemm_fp8() { record_alone persistent_gemm "${table[@]}" --dtype fp8; }
@@ -113,12 +106,6 @@ part_agreement() {
 part_regret() {
   python3 -m benchmarks.regret --op ag_gemm --nproc "$nproc" "${public[@]}" --sessions 10 \
     --sessions-budget-s 280 --warm-ups 60 --iterations 30 --directory "$out/sessions" --json "$out/regret.json"
-}
-part_soak() {
-  local backend
-  for backend in "${backends[@]}"; do
-    launch tests/helpers/soak.py --seconds "$seconds" --backend "$backend" || return
-  done
 }
 
 # Run part $1 as a process group; end what is left of it when its time is over.

@@ -25,9 +25,8 @@ Traps: a pick whose context is provisional is not on disk and cannot be timed, w
 one arm: of many near ties, the least time is below that of any. One pick is timed as two arms, whose
 difference says how much that may be.
 
-Sessions share Triton's binaries, which the first one makes; --cold: each compiles for itself. With
---directory sessions are kept, and those that ended well are not run again. Without GPUs a tiny shape runs on
-CPU ranks in Triton's interpreter.
+Sessions share Triton's binaries, which the first one makes. With --directory sessions are kept, and those
+that ended well are not run again. Without GPUs a tiny shape runs on CPU ranks in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -73,7 +72,6 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--alternatives", choices=["quick", "all"], default="quick", help="of ag_gemm")
     parser.add_argument("--configs", type=int, default=5, help="best configs of the sessions that are timed")
-    parser.add_argument("--cold", action="store_true", help="each session compiles for itself")
     parser.add_argument("--directory", type=Path, help="where sessions are kept; they are not run again")
     parser.add_argument(
         "--session-limit-s", type=float, default=150.0, help="for one session, start included"
@@ -120,9 +118,7 @@ def start_all(options: argparse.Namespace) -> int:
         options.directory = options.directory.absolute()
         sessions = Sessions(options.directory)
         try:
-            sessions.adopt(
-                {name: getattr(options, name) for name in ("op", "shapes", "dtype", "nproc", "cold")}
-            )
+            sessions.adopt({name: getattr(options, name) for name in ("op", "shapes", "dtype", "nproc")})
         except ValueError as error:
             print(f"--directory: {error}", file=sys.stderr)
             return 2
@@ -155,7 +151,7 @@ def run_sessions(options: argparse.Namespace, sessions: Sessions) -> None:
             for each in left[place : place + 2]:
                 if each not in started:
                     command = torchrun(options.nproc, *arguments_of(options), "--session", str(each))
-                    started[each] = sessions.start(each, command, cold=options.cold)
+                    started[each] = sessions.start(each, command)
             sessions.run(number, started.pop(number), limit_s=options.session_limit_s, say=say)
     finally:
         for number, process in started.items():  # that were not let in
@@ -180,7 +176,7 @@ def arguments_of(options: argparse.Namespace) -> list[str]:
 
 def _caches_of_timing(options: argparse.Namespace) -> dict[str, str]:
     """Return the variables of the timing: binaries as a session left them, and a result cache of its own."""
-    first = Sessions(options.directory).environment(1, cold=options.cold)
+    first = Sessions(options.directory).environment(1)
     own = options.directory / "timing"
     return {
         "TRITON_CACHE_DIR": first["TRITON_CACHE_DIR"],

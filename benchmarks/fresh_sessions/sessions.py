@@ -3,7 +3,7 @@
 Nothing here imports torch: the process that starts the sessions holds no GPU.
 
     DIRECTORY/arguments.json       what all sessions tune
-    DIRECTORY/triton/              Triton's binaries, which sessions share unless they start cold
+    DIRECTORY/triton/              Triton's binaries, which sessions share
     DIRECTORY/session-3/           cache/ (winners), logs/, output.txt; picks.json, by shape; ended.json
 """
 
@@ -78,14 +78,13 @@ class Sessions:
         """Return the directory of the session's winners."""
         return self.of(session) / "cache"
 
-    def environment(self, session: int, *, cold: bool) -> dict[str, str]:
+    def environment(self, session: int) -> dict[str, str]:
         """Return the variables of a session's processes: nothing that was tuned before is in their caches."""
-        triton = self.of(session) if cold else self.directory
         return {
             **with_benchmarks(environment_without_torchrun()),
             "DIST_AUTOTUNE_CACHE_DIR": str(self.cache(session)),
             "DIST_AUTOTUNE_LOG_DIR": str(self.of(session) / "logs"),
-            "TRITON_CACHE_DIR": str(triton / "triton"),
+            "TRITON_CACHE_DIR": str(self.directory / "triton"),
         }
 
     def write_picks(self, session: int, picks: dict[str, Pick]) -> None:
@@ -120,13 +119,13 @@ class Sessions:
         path = self.of(session) / "ended.json"
         return path.exists() and not json.loads(path.read_text())["trouble"]
 
-    def start(self, session: int, command: Sequence[str], *, cold: bool) -> subprocess.Popen[bytes]:
+    def start(self, session: int, command: Sequence[str]) -> subprocess.Popen[bytes]:
         """Start a session's processes, which import what they need and wait for `run`."""
         if self.of(session).exists():  # of a session that failed: this one begins with nothing
             shutil.rmtree(self.of(session))
         self.of(session).mkdir(parents=True)
         with (self.of(session) / "output.txt").open("w") as file:
-            return start(command, self.environment(session, cold=cold), file)
+            return start(command, self.environment(session), file)
 
     def run(
         self,
@@ -155,9 +154,9 @@ class Sessions:
             time.sleep(POLL_INTERVAL_S)
 
 
-def torchrun(ranks: int, *arguments: str) -> list[str]:
-    """Return the command that runs this benchmark on so many ranks of one host."""
-    options = ["--standalone", "--nproc-per-node", str(ranks), "-m", "--", "benchmarks.regret"]
+def torchrun(ranks: int, *arguments: str, module: str = "benchmarks.regret") -> list[str]:
+    """Return the command that runs a benchmark on so many ranks of one host."""
+    options = ["--standalone", "--nproc-per-node", str(ranks), "-m", "--", module]
     return [sys.executable, "-m", "torch.distributed.run", *options, *arguments]
 
 

@@ -172,19 +172,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="the file for the figures")
     chosen = parser.parse_args()
     found = []
-    print(
-        f"{'landscape':>16} {'candidates':>10} {'search':16} {'seed':>4} {'runs':>7} {'p95':>6} {'most':>5} "
-        f"{'regret %':>9} {'>1 %':>6} {'flips':>6}"
-    )
     for seed in chosen.seeds:
         for row in rows(chosen.candidates, chosen.ranks, chosen.sessions, seed):
             found.append({**asdict(row), "seed": seed})
-            print(
-                f"{row.landscape:>16} {row.candidates:10} {row.search:16} {seed:4} {row.runs_mean:7.1f} "
-                f"{row.runs_p95:6.0f} {row.runs_most:5} {row.regret_mean_percent:9.3f} "
-                f"{row.regret_over_1_percent:6.2f} {row.flip_rate:6.3f}",
-                flush=True,
-            )
+            print("  ".join(f"{name} {value}" for name, value in found[-1].items()), flush=True)
     if chosen.json:
         chosen.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -3,16 +3,15 @@
     python -m benchmarks.tuner.tuning_time [--ranks RANKS] [--rounds ROUNDS] [--m M] [--n N] [--k K]
                                            [--json FILE]
 
-Protocol: fresh processes, one a rank, started at once, that import, join a group, open an `AllGatherGemm` and
-call it inside `contextual_autotune(is_dist=True)` until nothing is left to try, as a user's program does. The
-product is then checked. In each round
+Protocol: torchrun starts fresh ranks, which import, join a group, open an `AllGatherGemm` and call it inside
+`contextual_autotune(is_dist=True)` until nothing is left to try. Then the product is checked. In each round
 
     cold             Triton's cache is empty, and that of the tuner
     binaries warm    Triton's cache is as the cold start has left it, the tuner's is empty
     all warm         both are as the starts before have left them
 
-A row is the median over the rounds of the rank that settled last: seconds since the start of the processes,
-then the parts of it; compiling, runs and exchanges are from the session's report (`TuningReport.spent`).
+A row is the median over the rounds of the rank that settled last: seconds since torchrun was started, then
+the parts of it; compiling, runs and exchanges are from the session's report (`TuningReport.spent`).
 
 Traps: the first process of all reads torch from a cold disk, so one that only imports goes before. Ranks
 share the compiling, so a rank that compiles little waits for its peers in exchanges. `common/render.py`
@@ -26,7 +25,6 @@ import argparse
 import json
 import os
 import shlex
-import socket
 import statistics
 import subprocess
 import sys
@@ -37,8 +35,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.options import NOT_MEASURED, add_record_options, new_parser
-from benchmarks.common.processes import with_benchmarks
+from benchmarks.common.processes import environment_without_torchrun, run_limited, with_benchmarks
+from benchmarks.fresh_sessions.sessions import torchrun
 
+PROGRAM = "benchmarks.tuner.tuning_time"
 STARTED = "TUNING_TIME_STARTED"  # seconds of the epoch, told to the processes
 LIMIT_S = 1800.0  # for one start of all ranks
 ARMS = ("cold", "binaries warm", "all warm")
@@ -123,7 +123,7 @@ def rank_main(options: argparse.Namespace) -> None:
         plan = Plan(warm_ups=0, iterations=options.rounds, limit_s=LIMIT_S)
         record = describe_run(ranks, op="tuning_time", title=title, commit=options.commit, plan=plan)
         record["figures"] = "wall clock, seconds"
-        write_json(Path(f"rank-{ranks.rank}.json"), {"start": asdict(start), "record": record})
+        write_json(options.one_rank / f"rank-{ranks.rank}.json", {"start": asdict(start), "record": record})
         return 0
 
     run_on_ranks(body)
@@ -133,33 +133,12 @@ def rank_main(options: argparse.Namespace) -> None:
 
 
 def start_ranks(arguments: list[str], ranks: int, directory: Path, caches: dict[str, str]) -> list[Any]:
-    """Start the processes, wait for their end; return what each wrote down. Raises SystemExit on failure."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    group = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    environment = {
-        **with_benchmarks(os.environ),
-        **{name: str(value) for name, value in group.items()},
-        **caches,
-    }
-    environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
-    command = [sys.executable, "-m", "benchmarks.tuner.tuning_time", "--one-rank", *arguments]
-    deadline = time.monotonic() + LIMIT_S
-    environment[STARTED] = repr(time.time())
-    processes = [
-        subprocess.Popen(
-            command, cwd=directory, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        codes = [process.wait(max(deadline - time.monotonic(), 0.1)) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(codes):
-        raise SystemExit(f"the ranks ended with {codes}")
+    """Start the ranks, wait for their end; return what each wrote down. Raises SystemExit on failure."""
+    environment = {**with_benchmarks(environment_without_torchrun()), **caches, STARTED: repr(time.time())}
+    own = ("--one-rank", str(directory), *arguments)
+    trouble = run_limited(torchrun(ranks, *own, module=PROGRAM), environment, LIMIT_S)
+    if trouble:
+        raise SystemExit(f"a start {trouble}")
     return [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -205,7 +184,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, help=text)
     parser.add_argument("--dtype", default="bf16", help="of the operands")
     add_record_options(parser)
-    parser.add_argument("--one-rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--one-rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one_rank:
         rank_main(options)
@@ -223,7 +202,7 @@ def main() -> None:
         found, record = one_round(arguments, options.ranks)
         rounds.append(found)
     kept = [text for text in arguments if not text.startswith(NOT_MEASURED)]
-    program = ["python", "-m", "benchmarks.tuner.tuning_time", f"--ranks={options.ranks}", *kept]
+    program = ["python", "-m", PROGRAM, f"--ranks={options.ranks}", *kept]
     record["command"] = shlex.join(program)
     record["table"], record["clocks"] = table(rounds), {}
     record["rounds"] = [{arm: asdict(start) for arm, start in found.items()} for found in rounds]

@@ -104,7 +104,7 @@ def test_two_sessions_tune_and_every_pick_and_alternative_is_timed(tmp_path: Pat
     for number in (1, 2):
         sessions.of(number).mkdir(parents=True)
         (sessions.of(number) / "begin").touch()
-        environment = sessions.environment(number, cold=False)
+        environment = sessions.environment(number)
         run_program(PROGRAM, *common, "--session", str(number), environment=environment)
     assert list(sessions.picks("32 x 16 x 16", 2)) == [1, 2]
     run_program(PROGRAM, *common, "--timing", "yes", "--ran-as", "python -m benchmarks.regret")

@@ -22,8 +22,8 @@ def start_forked(
 ) -> list[dict[str, Any]]:
     """Stand for `start_ranks`: ranks that have imported torch already."""
     environment = environment | {tuning_time.STARTED: repr(time.time())}
-    run_program(PROGRAM, "--one-rank", *arguments, ranks=ranks, environment=environment)
-    return [json.loads(Path(f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+    run_program(PROGRAM, "--one-rank", str(directory), *arguments, ranks=ranks, environment=environment)
+    return [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 
 @pytest.mark.usefixtures("tried_once")
