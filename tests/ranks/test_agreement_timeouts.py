@@ -40,26 +40,6 @@ def test_a_late_rank_learns_that_it_was_given_up_and_the_next_exchange_works(ini
     assert assert_all_ok(run_ranks(program, 3, Path.cwd() / "given up", init=init)) == [[0, 1, 2]] * 3
 
 
-@pytest.mark.parametrize("killed", [(1, 3), (0, 3)], ids=str)
-def test_killed_ranks_are_all_named_at_the_time_out_though_one_was_to_decide(killed):
-    alive = [rank for rank in range(4) if rank not in killed]
-
-    def program(rank):
-        exchange(rank)
-        if rank in killed:
-            os.kill(os.getpid(), signal.SIGKILL)
-        meet(*alive)
-        return [ending(lambda: exchange(rank, SHORT_S)) for _ in range(2)]  # they stay away
-
-    results = run_ranks(program, 4)
-    for rank in killed:
-        assert_killed(results[rank])
-    for texts in assert_all_ok([results[rank] for rank in alive]):
-        assert all(
-            text.startswith("AgreementTimeout: ") and f"ranks {list(killed)}" in text for text in texts
-        )
-
-
 def test_a_rank_killed_after_it_posted_costs_nobody_the_exchange():
     def program(rank, note):
         exchange(rank)

@@ -192,30 +192,6 @@ def test_retune_is_taken_up_by_all_ranks_in_one_call(retuning, meets):
     assert calls[0] == 1 or len(retuning) == 1
 
 
-def keys_of_ours():
-    store = dist.distributed_c10d._get_default_store()
-    store.set("dist_autotune of the test", "")
-    own, *others = sorted(key for key in store.list_keys() if "dist_autotune" in key)
-    assert own.endswith("of the test")
-    return others
-
-
-def test_questions_leave_nothing_in_the_store():
-    def program(rank):
-        step, _, sizes = settled_step()
-        for call in range(4):
-            sizes.append(8 + call if rank == 1 or call == 2 else 64)
-            step()
-            dist.barrier()
-        until = time.monotonic() + 10
-        while keys_of_ours() and time.monotonic() < until:
-            time.sleep(0.01)
-        meet()
-        return keys_of_ours()
-
-    assert assert_all_ok(run_ranks(program, 2, init="tcp")) == [[], []]
-
-
 def test_a_peer_that_is_gone_costs_its_waits_only():
     def program(rank):
         step, _, sizes = settled_step()

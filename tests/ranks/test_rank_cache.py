@@ -58,15 +58,6 @@ def test_one_rank_of_a_host_stores_for_all_and_any_what_others_do_not_launch(tmp
     assert len(list(tmp_cache.glob("*.json"))) == 3
 
 
-@pytest.mark.parametrize("without", [(0,), (1,), (0, 2)], ids=str)
-def test_an_entry_of_some_ranks_is_given_to_the_others(without):
-    fill(3)
-    for rank in without:
-        shutil.rmtree(own_cache(rank))
-    again = run_ranks(lambda rank: tune_on_disk(rank, OTHER), 3)
-    assert assert_all_ok(again) == [(1, 32, "cached", [32])] * 3
-
-
 def test_where_ranks_hold_different_winners_the_lowest_ranks_stands():
     fill(2)
     shutil.move(own_cache(1), "kept")

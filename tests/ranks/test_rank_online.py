@@ -113,19 +113,6 @@ def test_a_key_that_is_launched_seldom_takes_its_result_from_disk_and_waits_for_
         assert ended == ([32, 32, 32], [])
 
 
-@on_ranks(2)
-def test_a_sweep_over_shapes_tunes_every_shape_on_all_ranks(rank):
-    bench = Bench()
-    kernel = bench.kernel({16: 3.0, 32: 1.0 + rank})
-    step = tune(bench, lambda n: launch(kernel, numbers(n)))
-    for n in (16, 24, 32, 40):
-        step(n)
-    assert (bench.blocks(), [config.kwargs["BLOCK"] for config in kernel.cache.values()]) == (
-        [16, 32, 32] + [32, 32, 16, 32] * 3,
-        [32] * 4,
-    )
-
-
 def test_training_is_bit_equal_to_the_same_configs_without_the_tuner():
     def train(rank, wrap, pick):
         torch.manual_seed(0)

@@ -1,6 +1,5 @@
 """Sessions of one group take turns, in one order on all ranks; overlapping groups never wait in a circle."""
 
-import os
 import signal
 import threading
 import time
@@ -100,31 +99,3 @@ def test_ctrl_c_while_a_rank_asks_ends_the_call_of_its_peers():
     zero, one = assert_all_ok(run_ranks(program, 2))
     assert zero == ("KeyboardInterrupt", True, True)
     assert one == ("PeerFailed", True, True)
-
-
-def test_a_rank_that_does_not_ask_is_named():
-    def program(rank):
-        step, _ = two_functions(timeout_s=SHORT_S)
-        meet()
-        if rank == 1:
-            os._exit(0)
-        return ending(step)
-
-    end = run_ranks(program, 2)[0].value
-    assert end.startswith(
-        "AgreementTimeout: Rank 0 waited 1 s for rank 1 to agree on the opening of a session."
-    )
-
-
-def test_turns_leave_nothing_in_the_store():
-    def program(rank):
-        called_on_threads(two_functions())
-        store = dist.distributed_c10d._get_default_store()
-        left = lambda: [key for key in store.list_keys() if "dist_autotune" in key]  # noqa: E731
-        until = time.monotonic() + TIMEOUT_S / 2
-        while left() and time.monotonic() < until:
-            time.sleep(0.01)
-        meet()
-        return left()
-
-    assert assert_all_ok(run_ranks(program, 2, init="tcp")) == [[], []]
