@@ -33,7 +33,7 @@ class Choice(NamedTuple):
     programs: int
 
 
-class Options(NamedTuple):
+class CallOptions(NamedTuple):
     """The options of calls of one shape; untuned calls take the first of each."""
 
     consumers: tuple[str, ...]
@@ -82,7 +82,9 @@ class Fixed(NamedTuple):
 FREE = Fixed()
 
 
-def options_for(rows: int, sms: int, world_size: int, *, specialized: bool, fixed: Fixed = FREE) -> Options:
+def options_for(
+    rows: int, sms: int, world_size: int, *, specialized: bool, fixed: Fixed = FREE
+) -> CallOptions:
     """Return the options of calls with so many rows on each rank, on a device with so many SMs (0: none).
 
     Raises ValueError if the fixed consumer cannot take them.
@@ -100,7 +102,7 @@ def options_for(rows: int, sms: int, world_size: int, *, specialized: bool, fixe
     if not INTERPRETED:
         programs = tuple(sms - spared for spared in SPARED_SMS if spared < sms)
     pieces = piece_counts(rows) if world_size > 1 and not fixed.by_stores else (1,)
-    return Options(
+    return CallOptions(
         consumers=(fixed.consumer,) if fixed.consumer else consumers,
         pieces=(fixed.pieces,) if fixed.pieces else pieces,
         programs=(fixed.programs,) if fixed.programs else programs,
