@@ -159,11 +159,11 @@ def row(arm: str, ranks: list[dict[str, Any]]) -> tuple[str, ...]:
 
 def main() -> None:
     parser = new_parser(__doc__)
-    parser.add_argument("--keys", type=int, default=32)
+    parser.add_argument("--keys", type=int, default=32, help="of the kernel")
     parser.add_argument("--configs", type=int, default=12, help="of each key")
     parser.add_argument("--step-ms", type=float, default=30.0, help="of the host, without launches")
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--overhead", type=float, default=0.15)
+    parser.add_argument("--ranks", type=int, default=1, help="processes that agree")
+    parser.add_argument("--overhead", type=float, default=0.15, help="as the option")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="'as it is' comes first")
     parser.add_argument("--cuda", action="store_true", help="use the GPU that is here")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)

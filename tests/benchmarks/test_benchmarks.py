@@ -124,7 +124,7 @@ def test_ag_gemm_ends_with_a_table_and_a_record_that_becomes_a_page(tmp_path: Pa
     (case,) = record["cases"]
     arms = {arm["name"]: arm for arm in case["arms"]}
     timed = {name for name, arm in arms.items() if "unavailable" not in arm}
-    ours = {"ours", "ours, copied", "ours, no overlap", "ours, low latency"}
+    ours = {"ours", "ours, copied", "ours, no overlap", "ours, low latency", "ours, by stores"}
     assert timed == ours | {"gloo + GEMM", "gloo + own GEMM", "GEMM", "copies", "gloo gather"}
     assert all(arms[name]["ms"] > 0 and len(arms[name]["ranks_ms"]) == 2 for name in timed)
     assert max(arms[name]["error"] for name in timed) < ONE_ROUNDING
