@@ -1,11 +1,11 @@
-"""Calls of operations, each of which differs from the plain one in something that its launch depends on."""
+"""Calls of operations as rank 1 of two, whose peer is not there, on a device that runs nothing."""
 
 from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 from unittest import mock
 
@@ -22,7 +22,7 @@ from dist_autotune.kernels.ag_gemm import specialized as of_specialized_gather
 from dist_autotune.kernels.configs import candidate
 from dist_autotune.kernels.exchange import operation
 from dist_autotune.kernels.gemm.configs import blocks_of
-from dist_autotune.kernels.gemm_ar import GemmAllReduce, low_latency, pull, rows, sending
+from dist_autotune.kernels.gemm_ar import GemmAllReduce, low_latency, pull, rows
 from dist_autotune.kernels.gemm_ar import operation as of_rows
 from dist_autotune.kernels.gemm_ar.ways import LOW_LATENCY, ONE_SHOT
 from dist_autotune.kernels.gemm_rs import plain as of_scatter
@@ -32,7 +32,6 @@ from dist_autotune.kernels.moe import ag_moe, moe_rs
 from dist_autotune.kernels.moe.launch import with_fields
 from dist_autotune.kernels.symm import SymmetricMemory, SymmetricTensor
 from dist_autotune.kernels.symm.ranks import SharingRanks
-from dist_autotune.kernels.tensors import FP8
 
 
 class Caller(Protocol):
@@ -51,18 +50,9 @@ class Launches:
     module: Any  # which has it as _KERNEL
     tiles: list[triton.Config]  # of two kinds: by TMA, and by pointers, where there are both
     others: triton.Config  # with tiles of 128 columns, or more
-    make: Callable[[Any], Caller]
-    plain: Any
-    changes: dict[str, dict[str, Any]]
-    descriptors: int  # that the kernel of a plain call makes
+    make: Callable[[int], Caller]  # of a rank
     unlike: tuple[str, ...] = ()  # arguments that differ from call to call
     blocks_of: BlocksOf = lambda constants: {}  # of the descriptors that the host makes
-
-    @property
-    def cases(self) -> dict[str, Any]:
-        return {"plain": self.plain} | {
-            name: replace(self.plain, **change) for name, change in self.changes.items()
-        }
 
 
 # ---- operations that gather or scatter, in a group whose other ranks are not there
@@ -97,31 +87,14 @@ class MemoryOfAGroup(SymmetricMemory):
     def _release(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class Call:
-    """What a call depends on."""
-
-    rows: int = 64
-    n: int = 256
-    k: int = 128
-    experts: int = 4
-    dtype: torch.dtype = torch.bfloat16
-    rank: int = 1
-    world: int = 2
-    programs: int = 132
-    has_tma: bool = True
-    upcasts: bool = False
-    by_columns: bool = False
-    options: tuple[str, ...] = ()  # further arguments, see OPTIONS
-
-
-CAPACITY = 1024
+CAPACITY, WORLD, N, K, EXPERTS = 1024, 2, 256, 128, 4
+DTYPE = torch.bfloat16
 
 
 @contextmanager
-def in_a_group(case: Any, **device: Any) -> Iterator[None]:
-    """Have operations be opened as on that rank of so many, on such a device."""
-    memory, device = MemoryOfAGroup(case.rank, case.world), {"_sms": case.programs} | device
+def in_a_group(rank: int, **device: Any) -> Iterator[None]:
+    """Have operations be opened as on that rank of two, on such a device."""
+    memory, device = MemoryOfAGroup(rank, WORLD), {"_sms": 132} | device
     with (
         mock.patch.object(operation, "open_symmetric_memory", return_value=memory),
         mock.patch.object(operation.Operation, "_read_device", lambda op, dtype: vars(op).update(device)),
@@ -130,65 +103,29 @@ def in_a_group(case: Any, **device: Any) -> Iterator[None]:
 
 
 class RunsCaller:
-    def __init__(self, runs: Runs, names: str, case: Call) -> None:
-        self.runs, self.rows, world = runs, [case.rows] * case.world, case.world
-        of_operation, of_call = runs.sizes(case.k, case.n)
+    def __init__(self, runs: Runs, names: str, rank: int, rows: int) -> None:
+        self.runs, self.rows = runs, [rows] * WORLD
+        of_operation, of_call = runs.sizes(K, N)
         with (
-            in_a_group(case, _has_tma=case.has_tma, _upcasts=case.upcasts, _needs_fence=True),
-            mock.patch.object(expert_runs, "of_all_ranks", lambda value, group=None: [value] * world),
+            in_a_group(rank, _has_tma=True, _upcasts=False, _needs_fence=True),
+            mock.patch.object(expert_runs, "of_all_ranks", lambda value, group=None: [value] * WORLD),
         ):
-            op = self.operation = runs.open(CAPACITY, of_operation, case.dtype, collective=False)
-            left, weight, *rest = runs.operands(op, self.rows, of_call, case.experts)
-        if case.by_columns:
-            weight = weight.mT.contiguous().mT
-        given = {"a": left, "b": weight, "c": runs.new_out(op, self.rows, (left, weight, *rest))}
-        if case.dtype == FP8:
-            given["c"] = given["c"].bfloat16()
+            op = self.operation = runs.open(CAPACITY, of_operation, DTYPE, collective=False)
+            self._operands = left, weight, *_ = runs.operands(op, self.rows, of_call, EXPERTS)
+        self._out = runs.new_out(op, self.rows, self._operands)
+        given = {"a": left, "b": weight, "c": self._out}
         self.tensors = {name: given[name] for name in names}
-        named = (OPTIONS[option](given["a"], given["b"]) for option in case.options)
-        self._named = {name: value for each in named for name, value in each.items()}
-        self._operands, self._out = (given["a"], given["b"], *rest), given["c"]
 
     def call(self) -> None:
-        if self._named:
-            self.operation(*self._operands, self._out, **self._named)
-        else:
-            self.runs.call(self.operation, self._operands, self._out, self.rows)
+        self.runs.call(self.operation, self._operands, self._out, self.rows)
 
 
-OPTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], dict[str, Any]]] = {
-    "addend": lambda a, b: {"addend": torch.zeros(len(a), len(b), dtype=a.dtype)},
-    "bias": lambda a, b: {"bias": torch.zeros(len(b), dtype=a.dtype)},
-    "gelu": lambda a, b: {"activation": "gelu"},
-    "scales of rows": lambda a, b: {"scale_a": torch.ones(len(a))},
-    "scales of columns": lambda a, b: {"scale_weight": torch.ones(len(b))},
-}
-IN_FP8 = {"fp8": {"dtype": FP8, "options": ("scales of rows", "scales of columns")}}
-CHANGES: dict[str, dict[str, Any]] = {
-    "rows of another class": {"rows": 75},
-    "columns that are no multiple of 16": {"n": 250},
-    "inner dimension that TMA cannot address": {"k": 100},
-    "no TMA": {"has_tma": False},
-    "a weight by columns": {"by_columns": True},
-}
-OF_SUMS = IN_FP8 | {"an addend": {"options": ("addend",)}}
-OF_ROWS = {"fp8": {"dtype": FP8, "options": ("scales of columns",)}}  # rows always have scales
-OF_ROWS |= {name: {"options": (name,)} for name in ("bias", "gelu")}
-
-
-def _of_runs(runs: Runs, module: Any, names: str, tiles: Any, others: Any, **given: Any) -> Launches:
+def _of_runs(
+    runs: Runs, module: Any, names: str, tiles: list[Any], others: Any, unlike: tuple[str, ...] = ()
+) -> Launches:
     """Return how an operation launches whose kernel is given the tensors `names` of its caller."""
-    changes = CHANGES | {of_gather: OF_ROWS, of_scatter: OF_SUMS}.get(module, {})
-    return Launches(
-        runs.kernel,
-        module,
-        tiles,
-        others,
-        lambda case: RunsCaller(runs, names, case),
-        Call(),
-        changes,
-        **given,
-    )
+    make = lambda rank: RunsCaller(runs, names, rank, 64)  # noqa: E731
+    return Launches(runs.kernel, module, tiles, others, make, unlike)
 
 
 BY_TMA = candidate((64, 64, 64), 8, warps=4, stages=2, tma=True)
@@ -203,7 +140,7 @@ def with_all(fields: dict[str, Any]) -> list[triton.Config]:
 
 
 GATHERING_PLAINLY = GatheringRows(consumer="plain", pieces=1)
-SUMS = _of_runs(SCATTERING_SUMS, of_scatter, "abc", [BY_TMA, BY_POINTERS], BY_TMA_OTHERS, descriptors=2)
+SUMS = _of_runs(SCATTERING_SUMS, of_scatter, "abc", [BY_TMA, BY_POINTERS], BY_TMA_OTHERS)
 WITH_DESCRIPTORS = {
     "AllGatherGemm": _of_runs(
         GATHERING_PLAINLY,
@@ -211,7 +148,6 @@ WITH_DESCRIPTORS = {
         "bc",
         [BY_TMA, BY_POINTERS],
         BY_TMA_OTHERS,
-        descriptors=3,
     ),
     "GemmReduceScatter": SUMS,
     "AllGatherMoE": _of_runs(
@@ -220,7 +156,6 @@ WITH_DESCRIPTORS = {
         "bc",
         with_all({"BY_ARRIVAL": True}),
         with_fields(OTHER_TILES, BY_ARRIVAL=False),
-        descriptors=1,
     ),
     "MoEReduceScatter": _of_runs(
         SCATTERING,
@@ -228,7 +163,6 @@ WITH_DESCRIPTORS = {
         "abc",
         with_all({"COMBINE_M": 16}),
         with_fields(OTHER_TILES, COMBINE_M=16),
-        descriptors=1,
         unlike=("products_ptr",),
     ),
 }
@@ -236,95 +170,47 @@ WITH_DESCRIPTORS = {
 
 # ---- warp-specialised kernels, whose descriptors the host makes
 
-OF_TMA: dict[str, dict[str, Any]] = {"rows of another class": {"rows": 300}}
-OF_TMA |= {"a weight by columns": CHANGES["a weight by columns"]}
 
-
-def _of_specialized(runs: Runs, module: Any, names: str, changes: dict[str, Any]) -> Launches:
+def _of_specialized(runs: Runs, module: Any, names: str) -> Launches:
     """Return how the specialised kernel of an operation launches, on Hopper."""
     pingpong = {
         (config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"]): config
         for config in reversed(module.CANDIDATES)
         if config.kwargs["VARIANT"] == "pingpong" and not config.kwargs["JOINED"]
     }
-    return Launches(
-        module.tuned,
-        module,
-        [pingpong[64, 128], pingpong[128, 128]],
-        pingpong[64, 256],
-        lambda case: RunsCaller(runs, names, case),
-        Call(rows=192),
-        OF_TMA | changes,
-        descriptors=0,
-        blocks_of=blocks_of,
-    )
+    tiles, others = [pingpong[64, 128], pingpong[128, 128]], pingpong[64, 256]
+    make = lambda rank: RunsCaller(runs, names, rank, 192)  # noqa: E731
+    return Launches(module.tuned, module, tiles, others, make, blocks_of=blocks_of)
 
 
+GATHERING_SPECIALIZED = GatheringRows(consumer="specialized", pieces=1)
 SPECIALIZED = {
-    "AllGatherGemm, specialized": _of_specialized(
-        GatheringRows(consumer="specialized", pieces=1),
-        of_specialized_gather,
-        "bc",
-        OF_ROWS,
-    ),
-    "GemmReduceScatter, specialized": _of_specialized(
-        SCATTERING_SUMS,
-        of_specialized_scatter,
-        "abc",
-        {"an addend": OF_SUMS["an addend"]},
-    ),
+    "AllGatherGemm, specialized": _of_specialized(GATHERING_SPECIALIZED, of_specialized_gather, "bc"),
+    "GemmReduceScatter, specialized": _of_specialized(SCATTERING_SUMS, of_specialized_scatter, "abc"),
 }
 
 
 # ---- GemmAllReduce
 
 
-@dataclass(frozen=True)
-class Rows:
-    """What a call depends on; pads, in elements, are of residual and out, `shifted` names unaligned ones."""
-
-    m: int = 8
-    n: int = 256
-    dtype: torch.dtype = torch.bfloat16
-    world: int = 2
-    programs: int = 132
-    pads: tuple[int, int] = (0, 0)
-    shifted: frozenset[str] = frozenset()
-    has_norm: bool = True
-    rank: int = 1
-
-
-CHANGES_OF_ROWS = {
-    "columns that are no multiple of 16": {"n": 250},
-    "no norm": {"has_norm": False},
-    "strides of the residual and of out": {"pads": (64, 1)},
-    "alignment of out": {"shifted": frozenset({"out"})},
-}
-
-
 class RowsCaller:
     """Calls an operation, all of it but the agreement on a way; each call adds up a product of zeros."""
 
-    def __init__(self, way: str, case: Rows) -> None:
+    def __init__(self, way: str, rank: int, *, has_norm: bool = True) -> None:
         ways = types.SimpleNamespace(
             options=lambda rows, **can: (way,),
             choose=lambda ways, key: way,
             settle=lambda key, way, *_, **__: way,
         )
-        with in_a_group(case), mock.patch.object(of_rows, "Ways", return_value=ways):
-            op = self.operation = GemmAllReduce(16, case.n, case.dtype, way=way)
+        with in_a_group(rank), mock.patch.object(of_rows, "Ways", return_value=ways):
+            op = self.operation = GemmAllReduce(16, N, DTYPE, way=way)
         own = {"table": op._rows.table_of_parts, **op._rows.held._asdict()}
         if way == LOW_LATENCY:
             assert op._rows.mail is not None
             own = {"part": op._parts, **op._rows.mail._asdict()}
-        self.tensors = own | {
-            "residual": matrix(case.m, case.n, case.dtype, case.pads[0], int("residual" in case.shifted)),
-            "weight": matrix(1, case.n, case.dtype, shift=int("weight" in case.shifted))[0],
-            "out": matrix(case.m, case.n, case.dtype, case.pads[1], int("out" in case.shifted)),
-        }
-        self.factors = torch.zeros(case.m, 8, dtype=case.dtype), torch.zeros(case.n, 8, dtype=case.dtype)
-        if not case.has_norm:
-            del self.tensors["residual"], self.tensors["weight"]
+        of_norm = {"residual": matrix(8, N, DTYPE), "weight": matrix(1, N, DTYPE)[0]} if has_norm else {}
+        self.tensors = own | of_norm | {"out": matrix(8, N, DTYPE)}
+        self.factors = torch.zeros(8, 8, dtype=DTYPE), torch.zeros(N, 8, dtype=DTYPE)
 
     def call(self) -> None:
         ending = [self.tensors.get(name) for name in ("out", "residual", "weight")]
@@ -332,66 +218,12 @@ class RowsCaller:
 
 
 def _of_rows(kernel: Any, module: Any, way: str) -> Launches:
-    return Launches(
-        kernel,
-        module,
-        [rows.candidate(64, 1, 4), rows.candidate(32, 2, 4)],
-        rows.candidate(128, 1, 4),
-        lambda case: RowsCaller(way, case),
-        Rows(),
-        CHANGES_OF_ROWS,
-        descriptors=0,
-        unlike=("sum_ptr",),
-    )
-
-
-@dataclass(frozen=True)
-class Products:
-    """What the product of few rows depends on; pads, in elements, are of its operands."""
-
-    m: int = 8
-    n: int = 256
-    k: int = 128
-    dtype: torch.dtype = torch.bfloat16
-    world: int = 2
-    programs: int = 132
-    pads: tuple[int, int] = (0, 0)
-    rank: int = 1
-
-
-CHANGES_OF_PRODUCTS = {"inner dimension": {"k": 80}, "strides of a and the weight": {"pads": (8, 16)}}
-
-
-class ProductCaller:
-    """Sends products, of operands that lie as those of the first did, by an operation's memory."""
-
-    def __init__(self, case: Products) -> None:
-        op = RowsCaller(LOW_LATENCY, Rows(n=case.n, dtype=case.dtype, world=case.world)).operation
-        pad_a, pad_weight = case.pads
-        a, weight = (
-            matrix(case.m, case.k, case.dtype, pad_a),
-            matrix(case.n, case.k, case.dtype, pad_weight),
-        )
-        assert sending.can_send(a, weight)
-        self.launch = sending.prepare(case.rank, case.world, 16, op._rows.sending, a, weight)
-        self.tensors = {**op._rows.sending._asdict(), "a": a, "weight": weight}
-
-    def call(self) -> None:
-        self.launch((), (self.tensors["a"], self.tensors["weight"]), ())
+    tiles = [rows.candidate(64, 1, 4), rows.candidate(32, 2, 4)]
+    make = lambda rank: RowsCaller(way, rank)  # noqa: E731
+    return Launches(kernel, module, tiles, rows.candidate(128, 1, 4), make, unlike=("sum_ptr",))
 
 
 STAMPED = _of_rows(low_latency.exchange_rows, low_latency, LOW_LATENCY)
 PULLING = _of_rows(pull.add_rows, pull, ONE_SHOT)
-SENDING = Launches(
-    sending.multiply_and_send,
-    sending,
-    [sending.candidate(32, 64, 32, split, 2) for split in (1, 2)],
-    sending.candidate(32, 128, 32, 2, 2),
-    ProductCaller,
-    Products(),
-    CHANGES_OF_PRODUCTS,
-    descriptors=0,
-)
 ALL = WITH_DESCRIPTORS | SPECIALIZED
 ALL |= {"GemmAllReduce, low-latency": STAMPED, "GemmAllReduce, one-shot": PULLING}
-ALL |= {"GemmAllReduce, product of few rows": SENDING}

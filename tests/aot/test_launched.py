@@ -60,7 +60,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_what_a_call_launches_is_seen_also_where_the_launch_was_prepared_before(device, asked) -> None:
-    observer, caller = Observer([gemm_reduce_scatter]), SUMS.make(SUMS.plain)
+    observer, caller = Observer([gemm_reduce_scatter]), SUMS.make(1)
     plans = {place: plan(observer, caller, place) for place in (1, 2)}
     seen = {place: Launched("gemm_reduce_scatter", str(CONFIGS[place])) for place in plans}
     for place, call in plans.items():

@@ -10,7 +10,6 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ import torch
 import triton
 from gemm_runs import always_copied
 from launch_path import active, leave
-from settled_cases import STAMPED
+from settled_cases import STAMPED, RowsCaller
 from triton import knobs
 
 from benchmarks.common.pretended_device import DeviceUnderTriton
@@ -31,6 +30,7 @@ from dist_autotune.kernels.exchange import absence, fill_nan
 from dist_autotune.kernels.gemm import copies, operation
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm.configs import blocks_of
+from dist_autotune.kernels.gemm_ar.ways import LOW_LATENCY
 from dist_autotune.kernels.launches import loading
 from dist_autotune.kernels.launches import prepared as preparing
 from dist_autotune.kernels.launches.prepared import bare_launch
@@ -126,7 +126,9 @@ class Caller:
         shapes = ((WORLD, CAPACITY, K), (N, K), (WORLD * ROWS, N))
         self.tensors = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
         flags = torch.zeros(6, WORLD, dtype=torch.int32), torch.zeros(WORLD, dtype=torch.int64)
-        self.consumer = consumer(self.product(), GatherMemory(self.tensors[0], *flags, 1, WORLD))
+        of_stores = torch.zeros(2 * WORLD, dtype=torch.int64), torch.zeros(WORLD + 2, dtype=torch.int32)
+        held = GatherMemory(*of_stores, self.tensors[0], *flags, 1, WORLD)
+        self.consumer = consumer(self.product(), held)
         self.fill_nan = fill_nan.filler_of_chunks(self.tensors[2], flags[0], 1, ROWS)
         self.patience_ticks = 0
 
@@ -192,7 +194,7 @@ def product(monkeypatch: pytest.MonkeyPatch, name: str) -> Callable[[], Any]:
 def rows_of_all(monkeypatch: pytest.MonkeyPatch, name: str) -> Callable[[], Any]:
     """Return a call of `GemmAllReduce`, its product included."""
     leave(monkeypatch, STAMPED.module, STAMPED.kernel, STAMPED.tiles[:1])
-    return STAMPED.make(replace(STAMPED.plain, has_norm=False)).call
+    return RowsCaller(LOW_LATENCY, 1, has_norm=False).call
 
 
 def functions_called(device: Device, call: Callable[[], Any]) -> int:
