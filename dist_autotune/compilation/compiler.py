@@ -265,12 +265,12 @@ class Compiler:
         for child, tasks in list(self._children.items()):
             self._look_at(child, tasks)
         waiting = [task for task in self._to_compile() if task.child is None]
-        while waiting and not self._is_paused and (free := self._options.workers - len(self._children)) > 0:
-            turn = [task for task in waiting if task.turn == waiting[0].turn]
-            least = LEAST_IN_BACKGROUND if self._options.in_background else 1
-            count = min(max(math.ceil(len(turn) / free), least), MOST_IN_CHILD)
-            self._begin(turn[:count])
-            waiting = waiting[len(turn[:count]) :]
+        turn = [task for task in waiting if task.turn == waiting[0].turn]
+        least = LEAST_IN_BACKGROUND if self._options.in_background else 1
+        free = 0 if self._is_paused else self._options.workers - len(self._children)
+        count = min(free, math.ceil(len(turn) / least))
+        for place in range(count):  # what was asked for first is compiled first
+            self._begin(turn[place::count][:MOST_IN_CHILD])
 
     def _look_at(self, child: Child, tasks: list[_Task]) -> None:
         for place, ending in child.poll():

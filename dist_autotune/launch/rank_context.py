@@ -14,7 +14,7 @@ from ..errors import NoValidConfig
 from ..formatting import config_label
 from ..search.expectation.fields import UNKNOWN, Fills, TimesByKey
 from ..search.expectation.keys import by_distance
-from ..search.expectation.order import best_start, order_of
+from ..search.expectation.order import Meanwhile, best_start, order_of
 from ..search.messages import MIXED, Claim, Part, Upgrade
 from ..search.orders import ContextOrder
 from ..search.rules import BY_LAUNCH
@@ -185,12 +185,15 @@ class RankContext:
             return self.stage is Stage.NEW
         return self.order.is_on_trial and self.order.digests[self.order.planned] == candidate
 
-    def begin_with(self, known: KnownOfKernel, *, tries_few: bool, is_alone: bool) -> None:
+    def begin_with(
+        self, known: KnownOfKernel, *, tries_few: bool, is_alone: bool, is_online: bool = False
+    ) -> None:
         """Choose the first candidate: the winner before an upgrade, or one that other keys suggest.
 
         That is the fastest by their times, or else the winner of the nearest key. All ranks know the same
         other keys, so all choose alike; what launches fill they have to agree on, unless this one is alone.
-        tries_few: the search tries only what is fast by their times.
+        tries_few: the search tries only what is fast by their times. is_online: nothing but the first is
+        compiled until it is known what the key takes of a step.
         """
         before = self.beginning
         if (upgrade := known.upgrade or before.upgrade) is not None:
@@ -212,12 +215,12 @@ class RankContext:
             expected=expected,
         )
         if has_new_times and tries_few:
-            self.beginning = replace(self.beginning, unlikely=self._unlikely(known.told))
+            self.beginning = replace(self.beginning, unlikely=self._unlikely(known.told, is_online))
 
-    def _unlikely(self, other_times: TimesByKey) -> set[str]:
-        """Return the candidates that are slow by the times of other keys."""
-        candidates = self.candidates
-        order = order_of(self.identity.key_text, [*candidates.values()], other_times, fills=self.fills)
+    def _unlikely(self, other_times: TimesByKey, is_online: bool) -> set[str]:
+        """Return the candidates that are slow by the times of other keys, or not to be tried yet."""
+        candidates, now = self.candidates, Meanwhile(is_online=is_online)
+        order = order_of(self.identity.key_text, [*candidates.values()], other_times, lambda: now, self.fills)
         likely = range(len(candidates)) if order is None else order.likely
         return {each for index, each in enumerate(candidates) if index not in likely}
 

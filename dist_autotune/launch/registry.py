@@ -160,7 +160,12 @@ class Registry:
         if context.stage is Stage.NEW and context.run.choice is None and len(context.texts) > 1:
             known = self.known.of_kernel(context.identity, self.names.alias(context.identity.kernel))
             is_alone = self.known.function.is_alone
-            context.begin_with(known, tries_few=self._tries_few(context), is_alone=is_alone)
+            context.begin_with(
+                known,
+                tries_few=self._tries_few(context),
+                is_alone=is_alone,
+                is_online=self.known.orders.rules.mode == "online",
+            )
 
     def _tries_few(self, context: RankContext) -> bool:
         about = context.identity

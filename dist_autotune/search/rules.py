@@ -46,11 +46,15 @@ class Rules:
         return self.search == "expected" and self.objective == "kernel"
 
     def tries_few(self, candidates: int, *, is_choice: bool = False) -> bool:
-        """Return whether a search of so many candidates tries a few, chosen by their expected times."""
+        """Return whether a search of so many candidates tries a few, chosen by their expected times.
+
+        Online that holds for any number: a key that takes little of a step is left as it is.
+        """
         if self.tries_all or not self.races:
             return False
         by_launches = self.objective == "kernel" and not is_choice
-        return self.expects or candidates >= (EXPECTED_FROM if by_launches else MANY + 1)
+        fewest = 0 if self.mode == "online" else EXPECTED_FROM
+        return self.expects or candidates >= (fewest if by_launches else MANY + 1)
 
     def flow_of(self, candidates: int, order: TrialOrder | None = None, default: int = 0) -> RunningFlow:
         """Return a search by the option's strategy; with an `order` one that tries a few.

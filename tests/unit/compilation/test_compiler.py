@@ -158,11 +158,11 @@ def test_few_children_compile_many_candidates_and_what_stood_behind_a_crash_goes
     assert sorted(len(child.keys) for child in children) == [10, 10]
     crashed = world.children["a0"]
     world.end("a0")
-    world.end("a1", reason="a crash")
+    world.end("a2", reason="a crash")
     crashed.is_over = True
     world.advance()
-    assert (context.bans, world.children["a2"].keys) == ({"a1": "a crash"}, many[2:10])
-    world.end(*many[2:])
+    assert (context.bans, world.children["a4"].keys) == ({"a2": "a crash"}, many[4::2])
+    world.end("a1", *many[3:])
     world.advance()
     world.seconds += 10.0
     world.advance()
