@@ -103,8 +103,11 @@ def send_tokens(
         sent += 1
         share = claim(state_ptr, DISPATCHED) if AT_ONCE else shares
     if is_last(state_ptr, sent, DISPATCHED, SENT):
-        for peer in range(0, WORLD):
-            tl.store(address(tables_ptr + 3 * WORLD, peer, counts_ptr) + slot, 2 * T + (1 if FP8 else 0))
+        every = tl.arange(0, RANKS)
+        their_counts = tl.load(tables_ptr + 3 * WORLD + every, mask=every < WORLD, other=0).to(
+            counts_ptr.dtype
+        )
+        tl.store(their_counts + slot, 2 * T + (1 if FP8 else 0), mask=every < WORLD)
         raise_flags(tables_ptr + 4 * WORLD, flags_ptr, state_ptr, rank, DISPATCHED, WORLD)
     if AT_ONCE:
         tokens = tokens_of_all(

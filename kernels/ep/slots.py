@@ -140,12 +140,16 @@ def end_exchange(state_ptr, KIND: tl.constexpr):
 
 @triton.jit
 def raise_flags(flags_table_ptr, flags_ptr, state_ptr, rank, KIND: tl.constexpr, WORLD: tl.constexpr):
-    """Raise this rank's flag, behind all stores of this program, where nobody has given it up; here last."""
+    """Raise this rank's flag, behind all stores of this program, on all ranks that have not given it up.
+
+    A lane for each rank: one after the other would each wait for the link.
+    """
     number = exchange(state_ptr, KIND)
-    for step in range(0, WORLD):
-        flag_ptr = address(flags_table_ptr, (rank + 1 + step) % WORLD, flags_ptr) + KIND * WORLD + rank
-        tl.debug_barrier()
-        tl.atomic_cas(flag_ptr, number - 1, number, sem="release", scope=SYSTEM)
+    every = tl.arange(0, triton.next_power_of_2(WORLD)) % WORLD  # a second try changes nothing
+    flag_ptrs = tl.load(flags_table_ptr + every).to(flags_ptr.dtype) + KIND * WORLD + rank
+    raised = every * 0 + number
+    tl.debug_barrier()
+    tl.atomic_cas(flag_ptrs, raised - 1, raised, sem="release", scope=SYSTEM)
 
 
 @triton.jit
