@@ -118,7 +118,6 @@ def plan_launch(
         programs=programs,
         a_alignment=0 if left is None else left.alignment(),
         b_alignment=0 if right is None else right.alignment(),
-        device=a.device,
         tensor_memory=tensor_memory,
         exchanged=exchanged,
         epilogue=epilogue,

@@ -253,7 +253,6 @@ class GemmShape:
     programs: int
     a_alignment: int
     b_alignment: int
-    device: torch.device
     tensor_memory: bool
     exchanged: bool = False  # N is the caller's number of rows, which changes from call to call
     epilogue: EpilogueKind = NO_EPILOGUE
