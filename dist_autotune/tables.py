@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -33,10 +34,12 @@ def table(
     note: str = "",
     *,
     optional: Collection[str] = (),
+    explained: Mapping[str, str] = MappingProxyType({}),
 ) -> Group:
     """Return a table with its title and its note; nothing where it has no rows.
 
     A column whose name begins with `>` holds figures. optional: columns that are left out if all are `-`.
+    explained: what the note says of columns that are shown.
     """
     if not rows:
         return Group()
@@ -50,6 +53,7 @@ def table(
             laid_out.add_column(re.sub(" (?!%)", "\n", name[1:]), justify="right", overflow="fold")
         else:
             laid_out.add_column(name, overflow="fold")
+    note = " ".join(filter(None, [*(explained.get(columns[place], "") for place in shown), note]))
     for row in rows:
         laid_out.add_row(*(_cell(row[place]) for place in shown))
     parts: list[RenderableType] = [text(f"\n{title}", "bold")] if title else []

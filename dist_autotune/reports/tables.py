@@ -30,6 +30,14 @@ MOST_CANDIDATES = 10  # of a context
 MOST_CONTEXTS = 10  # whose candidates are listed
 SHOW_ALL = "The others: --all-candidates."
 PAGE_WIDTH = 140  # columns of the HTML page
+EXPLAINED = {  # columns of contexts
+    ">share %": "share: of the time of all these launches in a step.",
+    ">ms": "ms: of one launch, agreed over the ranks.",
+    ">launches a step": "A step takes ms times launches.",
+    ">gain %": "gain: over the first config.",
+    ">spread %": "spread: slowest rank over fastest.",
+    ">alone %": "alone: what the worst choice of one rank would have cost all.",
+}
 
 
 def history_parts(
@@ -111,10 +119,6 @@ def session_notes(session: SessionHistory) -> list[str]:
 def contexts_table(session: SessionHistory) -> Group:
     """Return one row per context, the one that takes most of a run's time first."""
     report = session.report
-    names = (
-        ">share %", ">ms", ">launches a step", ">gain %", ">spread %", ">alone %", "status", "bits",
-        "context and winner",
-    )  # fmt: skip
     varies = any(context.launches > 1 for context in report.contexts)
     rows = []
     for context in session.contexts:
@@ -134,25 +138,18 @@ def contexts_table(session: SessionHistory) -> Group:
                 stacked(tuned.label, config_label(tuned.config or "-")),
             )
         )
-    optional = (">launches a step", ">spread %", ">alone %", "bits")
-    known = {name for place, name in enumerate(names) if any(row[place] != "-" for row in rows)}
-    explained = {
-        ">launches a step": "A step takes ms times launches",
-        ">share %": "share: of the time of all these launches in a step",
-        ">ms": "ms: of one launch, agreed over the ranks",
-        ">gain %": "gain: over the first config",
-        ">spread %": "spread: slowest rank over fastest",
-        ">alone %": "alone: what the worst choice of one rank would have cost all",
-    }
-    left_out = set(optional) - known
-    note = "".join(f"{said}. " for name, said in explained.items() if name not in left_out).rstrip()
+    notes = []
     if any(context.judge == BY_RUN for context in report.contexts):
-        note += " Without a share: judged by the time of the whole run, which is its ms."
-    cached = (context for context in report.contexts if context.status == "cached")
-    note += "".join(f" {reason}" for reason in missing_gains(cached))
-    if any(context.same_bits is not None for context in report.contexts):
-        note += f" {BITS_NOTE}"
-    return table("Contexts", names, rows, note, optional=optional)
+        notes.append("Without a share: judged by the time of the whole run, which is its ms.")
+    notes += missing_gains(context for context in report.contexts if context.status == "cached")
+    return table(
+        "Contexts",
+        [*EXPLAINED, "status", "bits", "context and winner"],
+        rows,
+        " ".join(notes),
+        optional=(">launches a step", ">spread %", ">alone %", "bits"),
+        explained={**EXPLAINED, "bits": BITS_NOTE},
+    )
 
 
 def _time_table(session: SessionHistory) -> Group:

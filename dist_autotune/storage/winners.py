@@ -32,9 +32,7 @@ from ..formatting import context_label
 SCHEMA_VERSION = 2  # raise it when the fields of EntryKey or their meaning change
 LOCK_S = 10.0  # the longest wait for the directory's lock
 MAX_BYTES = 256 << 20  # of a file that is read
-# In it a folder for each function, with an empty file for each entry that it uses.
-LAUNCHED = "launched"
-OWN_FOLDERS = LAUNCHED, "waiting"  # the latter of earlier versions
+LAUNCHED = "launched"  # in it a folder for each function, with an empty file for each entry that it uses
 BEST = 3  # candidates of an entry that are raced again after an upgrade
 IMPORTED = "imported"  # the folder there of imported entries: every function looks at them
 _ENTRY_END = f"-{16 * '[0-9a-f]'}.json"  # of a file's name, as glob() takes it
@@ -204,8 +202,7 @@ class Winners:
             with self._lock(directory):
                 for path in [*files, *directory.glob("*.tmp")]:
                     path.unlink(missing_ok=True)
-                for folder in OWN_FOLDERS:
-                    shutil.rmtree(directory / folder, ignore_errors=True)
+                shutil.rmtree(directory / LAUNCHED, ignore_errors=True)
         return len(files)
 
     def _replace(self, path: Path, entry: Entry) -> None:

@@ -2,7 +2,6 @@
 
 import html
 import io
-import json
 import re
 from pathlib import Path
 
@@ -84,22 +83,6 @@ def test_options_at_their_defaults_and_what_all_candidates_share_are_said_once_a
     assert text.count("num_stages: 3") == 1
     assert text.count("BLOCK_N: 65") == 1
     assert "All: BLOCK_M: 64, BLOCK_N: 65" in text
-
-
-def test_a_log_of_an_older_version_shows_what_it_says(tmp_path: Path) -> None:
-    write_session(tmp_path)
-    added = ("fastest_rank_ms", "default_ms", "banned", "judge", "launches", "seconds")
-    added += ("compiling_s", "runs_s", "exchanges_s")
-    for path in tmp_path.glob("*.jsonl"):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        for line in lines:
-            if line["event"] in ("context_settled", "session_closed"):
-                for name in added:
-                    line.pop(name, None)
-        path.write_text("\n".join(map(json.dumps, lines)) + "\n")
-    lines = printed(tmp_path)
-    assert max(map(cell_len, lines)) <= 80
-    assert [line.split()[:3] for line in lines if " tuned " in line] == [["100.0", "2.000", "-"]]
 
 
 def test_a_terminal_obeys_nothing_that_a_log_says(tmp_path: Path) -> None:

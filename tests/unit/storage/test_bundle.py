@@ -39,46 +39,18 @@ def changed(data: dict[str, Any], *path: Any, value: Any) -> None:
 AT = r" - at `\$\.entries\[1\]"
 DAMAGE: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "another bundle": (("bundle",), 2, "not a bundle of version 1: bundle=2"),
-    "no bundle": (("bundle",), None, r"Expected `int`, got `null` - at `\$\.bundle`"),
     "another schema": (("schema",), 9, "schema 9, expected 2"),
     "no list": (("entries",), {}, r"Expected `array`, got `object` - at `\$\.entries`"),
-    "no object": (("entries", 1), [], f"Expected `object`, got `array`{AT}`"),
-    "no winner": (
-        ("entries", 1, "winner"),
-        None,
-        rf"Expected `str`, got `null`{AT}\.winner`",
-    ),
-    "foreign winner": (
-        ("entries", 1, "winner"),
-        "c9",
-        f"winner: 'c9' is none of its 2 candidates{AT}`",
-    ),
-    "no time": (
-        ("entries", 1, "ms"),
-        0,
-        f"ms: expected a positive number, found 0.0{AT}`",
-    ),
-    "no number": (
-        ("entries", 1, "timings"),
-        {"a": "fast"},
-        r"Expected `float`, got `str` - at `\$\.entries\[1\]\.timings\[\.\.\.\]`",
-    ),
-    "too large a number": (
-        ("entries", 1, "ms"),
-        10**400,
-        r"Number out of range - at `\$\.entries\[1\]\.ms`",
-    ),
+    "no winner": (("entries", 1, "winner"), None, rf"Expected `str`, got `null`{AT}\.winner`"),
+    "foreign winner": (("entries", 1, "winner"), "c9", f"winner: 'c9' is none of its 2 candidates{AT}`"),
+    "no time": (("entries", 1, "ms"), 0, f"ms: expected a positive number, found 0.0{AT}`"),
+    "too large a number": (("entries", 1, "ms"), 10**400, rf"Number out of range{AT}\.ms`"),
     "no config": (
         ("entries", 1, "evidence"),
         {"config": {"kwargs": []}},
-        r"config: expected kwargs with names, found list - at `\$\.entries\[1\]\.evidence`",
+        rf"config: expected kwargs with names, found list{AT}\.evidence`",
     ),
     "twice": (("entries", 1, "key", "key"), "1", r"entry 1: a second one for matmul\[1\]"),
-    "odd arguments": (
-        ("entries", 1, "evidence"),
-        {"arguments": [["n"]]},
-        r"Expected `array` of length 2 - at `\$\.entries\[1\]\.evidence\.arguments\[0\]`",
-    ),
 }
 
 
