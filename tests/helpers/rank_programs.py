@@ -15,6 +15,7 @@ import torch.distributed as dist
 from kernels_for_tests import Bench, Ms, add, double, is_outside, launch, numbers, out_of_resources
 
 from dist_autotune import is_tuning
+from dist_autotune.ranks.exchange import Exchanges
 from dist_autotune.ranks.group import GROUPS
 
 TIMEOUT_S = 20.0  # of exchanges that are to succeed, on a machine that is busy with other tests
@@ -92,13 +93,13 @@ def has_posted(rank: int) -> bool:
     return group._exchanges._do(lambda store: store.check([f"{group._exchanges.number}/{rank}"]))
 
 
-def interrupt_when_waiting() -> None:
-    """Send this process a Ctrl-C once it waits for its peers; returns at once."""
-    group = GROUPS.of(None)
-    key = f"{group._exchanges.number}/{group.rank}"
+def interrupt_when_waiting(exchanges: Exchanges | None = None) -> None:
+    """Send this process a Ctrl-C once it waits for its peers in the next exchange; returns at once."""
+    waits = exchanges or GROUPS.of(None)._exchanges
+    key = f"{waits.number}/{dist.get_rank()}"
 
     def interrupt() -> None:
-        wait_for(lambda: group._exchanges._do(lambda store: store.check([key])))
+        wait_for(lambda: waits._do(lambda store: store.check([key])))
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()

@@ -1,6 +1,5 @@
 """Sessions of one group take turns, in one order on all ranks; overlapping groups never wait in a circle."""
 
-import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from kernels_for_tests import Bench, double, launch, numbers
-from rank_programs import SHORT_S, TIMEOUT_S, blocks_of, ending, tune
+from rank_programs import TIMEOUT_S, blocks_of, ending, interrupt_when_waiting, tune
 
+from dist_autotune.ranks.group import GROUPS
 from dist_autotune.triton_api import turn
 from ranks import assert_all_ok, meet, run_ranks
 
@@ -85,14 +85,15 @@ def test_a_function_that_a_session_waits_for_goes_on_without_one_on_all_ranks(mo
 
 def test_ctrl_c_while_a_rank_asks_ends_the_call_of_its_peers():
     def program(rank):
-        (step, _), main = two_functions(), threading.get_ident()
-        if rank == 1:
-            meet()
-            time.sleep(SHORT_S)  # its peer asks alone meanwhile
+        step, _ = two_functions()
+        group = GROUPS.of(None)
+        if rank == 0:
+            interrupt_when_waiting(group._new_exchanges(f"{group._prefix}/turns/first/1"))
         else:
-            threading.Timer(SHORT_S / 2, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
-            meet()
+            meet()  # its peer has asked alone
         end = ending(step)
+        if rank == 0:
+            meet()
         meet()
         return end.partition(":")[0], torch.equal(step(), numbers() + 1), step.settled
 
