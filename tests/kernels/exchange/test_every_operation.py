@@ -58,11 +58,8 @@ def test_a_weight_may_lie_by_columns(rank, runs):
 
 
 OF_WORLDS = {
-    f"{name}, {world} ranks": (runs, world) for world in (3, 4) for name, runs in WITH_COLLECTIVES.items()
-}
-OF_WORLDS |= {
     f"{name}, {world} ranks": (runs, world)
-    for (name, runs), world in zip(OF_ONE_WAY.items(), (3, 4, 4, 3, 3, 4, 4, 4), strict=True)
+    for (name, runs), world in zip((WITH_COLLECTIVES | OF_ONE_WAY).items(), cycle((4, 3)))
 }
 
 
@@ -70,8 +67,7 @@ OF_WORLDS |= {
 @on_ranks()
 def test_ranks_of_different_candidates_may_be_late_and_the_group_a_subset(rank, runs, world):
     late = {"late ranks": lambda: many_calls(rank, runs, "random" if world == 4 else "one")}
-    others = {} if world == 4 else cases_of((late_pushes, in_a_subset), rank, runs)
-    return others or late if runs.name in WITH_COLLECTIVES else late | others  # those have both worlds
+    return late | cases_of((late_pushes, in_a_subset), rank, runs)
 
 
 ALONE = {name: (runs, {}) for name, runs in (EVERY | OF_ONE_WAY).items()}
