@@ -12,11 +12,7 @@ class NoValidConfig(TuningError):
 
 
 class NotTuned(TuningError):
-    """DIST_AUTOTUNE_MODE=strict met a key without a result; `nearest`: keys of the kernel that have one."""
-
-    def __init__(self, message: str, kernel: str = "", key: str = "", nearest: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.kernel, self.key, self.nearest = kernel, key, nearest
+    """DIST_AUTOTUNE_MODE=strict met a key without a result; the message names the nearest that have one."""
 
 
 class RankMismatch(TuningError, ValueError):

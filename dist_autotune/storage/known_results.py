@@ -273,15 +273,12 @@ class KnownResults:
             outdated = "" if old is None else f", and that of {old[0]} is from before an upgrade"
             why = f"there is no result for it {self._places}{outdated or self._elsewhere(context)}"
         others = by_distance(context.key_text, self.winners(context, kernel_id))[:LISTED_KEYS]
-        nearest = tuple(context_label("", named(key, other)) for other in others)
+        nearest = ", ".join(context_label("", named(key, other)) for other in others)
         return NotTuned(
             f"{context_label(kernel, key)} is not tuned, and DIST_AUTOTUNE_MODE=strict launches nothing "
-            f"else: {why}. Nearest tuned keys: {', '.join(nearest) or 'none'}. Tune it on this hardware "
+            f"else: {why}. Nearest tuned keys: {nearest or 'none'}. Tune it on this hardware "
             "(DIST_AUTOTUNE_MODE=tune) and ship the result (dist-autotune cache export, import), or set "
-            "DIST_AUTOTUNE_MODE=cached, which launches the config of the nearest key.",
-            kernel,
-            key,
-            nearest,
+            "DIST_AUTOTUNE_MODE=cached, which launches the config of the nearest key."
         )
 
     def _elsewhere(self, context: ContextIdentity) -> str:

