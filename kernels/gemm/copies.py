@@ -5,10 +5,9 @@ The rows of a copy begin at multiples of cache lines:
     source   |aaaaaaa|bbbbbbb|ccccccc|           rows one behind the other, or any strides
     scratch  |aaaaaaa.|bbbbbbb.|ccccccc.|        `.`: never written and never read
 
-A thread moves the largest power of two, up to 16 bytes, that divides addresses, pitches and row lengths. The
-second copy of a layout is launched without Triton's dispatch. A copy costs a kernel, and the time to read and
-write the matrix; it saves the slower body in plain Triton. Rejected, with figures in docs/tried.md: copies of
-what TMA can address, whose rows begin between cache lines.
+A copy costs a kernel of torch's, and the time to read and write the matrix; it saves the slower body in plain
+Triton. Rejected, with figures in docs/tried.md: copies of what TMA can address, whose rows begin between
+cache lines, and a kernel of our own.
 
 The constants are of one H200 (docs/benchmarks/persistent_gemm_copies_1xH200_2026-11-20.md).
 """
@@ -17,28 +16,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
 from ..epilogues import result_columns
-from ..launches.prepared import PreparedLaunch
 from ..matrices import LINE_BYTES, Matrix, matrix_of_rows
-from ..tensors import remember
 from .configs import GLUON_CANDIDATES, in_words
 from .pruning import MEMORY_BYTES_PER_CLOCK, GemmShape, estimated_clocks, prune
 
-WIDEST_BYTES = 16  # that a thread loads at a time
-WARPS = 4
-# Of a program: 32 elements of a thread, and 16 where each has a register and an address of its own.
-BLOCK_ELEMENTS, NARROW_BLOCK_ELEMENTS = 4096, 2048
-WIDEST_BLOCK = 256  # a block is as wide as rows are long, up to that
-
-_LAUNCHES: dict[tuple[Any, ...], PreparedLaunch] = {}
 CLOCKS_PER_US = 1980  # of an H200's SMs
-COPY_BYTES_PER_CLOCK = 1600  # about 3 TB/s, read and written bytes together
+COPY_BYTES_PER_CLOCK = 1000  # about 2 TB/s, read and written bytes together
 KERNEL_CLOCKS = 2.5 * CLOCKS_PER_US  # of each kernel
 # About 130 TFLOP/s: 127 for 4001 x 2003 x 999 (126 us, one H200, 2026-11-20).
 PLAIN_FLOP_PER_CLOCK = 65_700
@@ -73,67 +61,8 @@ def padded_copy(tensor: torch.Tensor, *, transposed: bool) -> tuple[Matrix, torc
     source = tensor.mT if transposed else tensor
     rows, columns = source.shape
     room = room_for(rows, columns, source.dtype, source.device)
-    copy(source, room)
+    room.copy_(source.detach())
     return matrix_of_rows(room, transposed=transposed), room
-
-
-def copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Write the matrix `source` to `target`, of the same type, on the current stream; any strides.
-
-    Quick where the rows of both are contiguous.
-    """
-    from_address, to_address = source.data_ptr() % WIDEST_BYTES, target.data_ptr() % WIDEST_BYTES
-    strides = (*source.stride(), *target.stride())
-    key = (source.device, source.dtype, from_address, to_address, source.shape, strides)
-    prepared = _LAUNCHES.get(key)
-    if prepared is not None:
-        prepared((), source, target)
-        return
-    numbers = _numbers(source, target, from_address | to_address)
-    rows, columns, *_, vector, block_rows, block_columns = numbers
-    grid = (triton.cdiv(rows, block_rows) * triton.cdiv(columns * vector, block_columns), 1, 1)
-    launched = copy_rows[grid](source, target, *numbers, num_warps=WARPS)
-    if hasattr(launched, "packed_metadata"):  # compiled for a GPU, not interpreted
-        remember(_LAUNCHES, key, PreparedLaunch(launched, grid, (), (), numbers))
-
-
-def _numbers(source: torch.Tensor, target: torch.Tensor, addresses: int) -> tuple[int, ...]:
-    """Return the arguments of `copy_rows` behind the two matrices."""
-    (rows, columns), itemsize = source.shape, source.element_size()
-    (from_row, from_column), (to_row, to_column) = source.stride(), target.stride()
-    vector = 1
-    if from_column == to_column == 1:
-        steps = addresses | (columns | from_row | to_row) * itemsize | WIDEST_BYTES
-        vector = (steps & -steps) // itemsize
-    block_columns = min(triton.next_power_of_2(columns), WIDEST_BLOCK)
-    sizes = (rows, columns // vector, from_row // vector, to_row // vector, from_column, to_column)
-    elements = BLOCK_ELEMENTS if vector > 1 else NARROW_BLOCK_ELEMENTS
-    return (*sizes, vector, elements // block_columns, block_columns)
-
-
-@triton.jit(do_not_specialize=["rows", "columns", "from_row", "to_row"])
-def copy_rows(
-    source_ptr,
-    target_ptr,
-    rows,
-    columns,  # this and the pitches in units of VECTOR elements: so the compiler knows their divisors
-    from_row,
-    to_row,
-    from_column,  # elements; a constant where it is 1
-    to_column,
-    VECTOR: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-):
-    across = tl.cdiv(columns * VECTOR, BLOCK_COLUMNS)
-    row = (tl.program_id(0) // across) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    column = (tl.program_id(0) % across) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    inside = (row < rows)[:, None] & (column < columns * VECTOR)[None, :]
-    row = tl.cast(row, tl.int64)[:, None]
-    column = tl.cast(column, tl.int64)[None, :]
-    from_there = source_ptr + row * (tl.cast(from_row, tl.int64) * VECTOR) + column * from_column
-    to_there = target_ptr + row * (tl.cast(to_row, tl.int64) * VECTOR) + column * to_column
-    tl.store(to_there, tl.load(from_there, mask=inside), mask=inside)
 
 
 @dataclass(frozen=True)

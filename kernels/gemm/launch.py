@@ -24,7 +24,7 @@ from ..matrices import Matrix, as_matrix, matrix_of_rows
 from ..tensors import FP8, lies_by_columns
 from .body import gemm
 from .configs import GLUON_CANDIDATES, blocks_of
-from .copies import NOTHING, Copies, copied, copy, padded_copy, room_for, runs_along_columns, what_to_copy
+from .copies import NOTHING, Copies, copied, padded_copy, room_for, runs_along_columns, what_to_copy
 from .pruning import TYPE_NAMES, GemmShape, fewest_rows, prune, prune_chunks
 
 Operands = TypeVar("Operands")
@@ -158,7 +158,7 @@ def execute(
     assert c is not None
     plan.launch(left, right, c, epilogue)
     if copies.out:
-        copy(room, out)
+        out.detach().copy_(room)
 
 
 def _at(matrix: Matrix | None, tensor: torch.Tensor) -> Matrix | None:

@@ -102,7 +102,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     ):
         leave(monkeypatch, owner, tuner, tuner.configs[:1], blocks)
     kernels = [specialized.tuned.fn, plain.all_gather_gemm.fn]
-    kernels += [launching.tuned_gemm.fn, copies.copy_rows, STAMPED.kernel.fn]
+    kernels += [launching.tuned_gemm.fn, STAMPED.kernel.fn]
     with active(monkeypatch, made, kernels):
         yield made
 
@@ -181,7 +181,7 @@ def product(monkeypatch: pytest.MonkeyPatch, name: str) -> Callable[[], Any]:
     on_gpu = {"_is_on_gpu": lambda tensor: True, "_on": lambda device: contextlib.nullcontext()}
     changes: dict[Any, dict[str, Any]] = {
         launching: {"what_to_copy": always_copied, "room_for": room_for},
-        copies: {"_LAUNCHES": {}, "room_for": room_for},
+        copies: {"room_for": room_for},
         operation: {"_PLANS": {}, "_device": lambda device: (9, 132), **on_gpu},
     }
     for owner, values in changes.items():
@@ -222,7 +222,7 @@ def test_a_settled_call_hands_over_what_triton_s_own_way_does_and_does_less(devi
         ways.append(([*device.handed], len(device.encoded), functions_called(device, call)))
     (prepared, encoded, functions), (own, _, functions_of_own) = ways
     assert prepared == own
-    assert len(own) == (4 if name == "copies" else 1)
+    assert len(own) == 1
     if IS_KNOWN:
         assert encoded == 0
         assert functions < (0.8 * functions_of_own if name in PRODUCTS else 80)

@@ -57,20 +57,6 @@ def test_a_copy_has_whole_lines_of_cache_and_nothing_in_its_padding(size, dtype,
         assert matrix == (room.data_ptr(), *room.shape, whole.stride(0), dtype, transposed)
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("size", [(1, 1), (33, 77), (9, 264)], ids=str)
-def test_a_copy_back_writes_the_result_s_own_places_only(size, dtype):
-    rows, columns = size
-    source = copies.padded_copy(numbers(rows, columns, dtype), transposed=False)[1]
-    surroundings = torch.full((2 * rows + 1, 3 * columns + 2), math.nan, dtype=dtype)
-    for target in (surroundings[1::2, 2::3], surroundings[:rows, 1 : 1 + columns]):
-        surroundings.fill_(math.nan)
-        copies.copy(source, target)
-        assert torch.equal(target, source)
-        target.fill_(math.nan)
-        assert surroundings.isnan().all()
-
-
 # ---- the way to the launch, which here is done as TMA would
 
 
