@@ -74,7 +74,5 @@ class IncumbentLauncher:
         yield from known
         if not known and INTERCEPTION.calls and settings.run_mode() == "strict":
             text = f"{launch} has no result, and DIST_AUTOTUNE_MODE=strict launches nothing untuned"
-            raise NotTuned(
-                f"{text}. Tune it once with DIST_AUTOTUNE_MODE=tune.", tuner.base_fn.__name__, str(key)
-            )
+            raise NotTuned(f"{text}. Tune it once with DIST_AUTOTUNE_MODE=tune.")
         yield from launch.candidates().values()
