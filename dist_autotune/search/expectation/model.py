@@ -21,7 +21,7 @@ from .keys import distance, doublings
 # Chosen on tables of real kernels: python -m benchmarks.simulation.expected_search
 _NEAR = 2.0  # doublings of sizes that make a key count less, by e
 _FAR = 0.001  # how much the farthest counts at least
-_SHRINK = 0.3  # told times, of weight 1, that what a config adds is pulled to 0 by
+_SHRINK = 0.1  # told times, of weight 1, that what a config adds is pulled to 0 by
 _SHRINK_SLOPE = 1.0  # the same of what it adds more for each doubling of a size
 _SLOPES_KEYS = 8  # told keys; of fewer, such slopes are too sure of themselves
 _FITS = 4  # levels and what configs add, in turns
@@ -30,10 +30,11 @@ _DOUBT_KEYS = 4.0  # near ones, that leave a rest with twice the variance that t
 _LEAST_REST = 0.05  # standard deviation of a rest, at least
 _UNTOLD_REST = 0.35  # of one that no key tells of
 _APART = 0.02  # of its variance: what a candidate shares with no other, however alike
-_OWN_EFFECT = 0.8  # of what a config adds at all keys, that its fields say nothing of
+_OWN_EFFECT = 0.3  # of what a config adds at all keys, that its fields say nothing of
 _NOISE = 0.02  # of one observed time
 _LEVEL_VARIANCE = 16.0  # of a key's level, in squared logarithms: nothing is known of it
-_DOUBT, _WEIGHT = 1.5, 3.0  # variances count as so many times what trials show; the prior weighs so many
+_WEIGHT = 3.0  # trials that the prior variance weighs as much as
+_DOUBT = 1.5  # times what trials show: variances where no key tells
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
@@ -86,7 +87,7 @@ class Expectation:
     @property
     def variances(self) -> Array:
         shown = self._surprise / self._observed
-        return np.asarray(self._left * (max(shown, 1.0) if self.keys else _DOUBT * shown))
+        return np.asarray(self._left * (shown if self.keys else _DOUBT * shown))
 
     def _fit(self, logs: Array, weights: Array, at: Array) -> None:
         """Expect what the told keys let expect.
