@@ -23,9 +23,9 @@ from .sorting_kernels import count_choices, place_choices
 SEGMENTS = 4 if INTERPRETED else 16  # of all positions, counted and placed side by side
 BLOCK_POSITIONS = 64 if INTERPRETED else 1024
 BLOCK_COLUMNS = 128 if INTERPRETED else 4096
-KEYS, POSITIONS = (8, 64) if INTERPRETED else (16, 512)  # of a dispatch in one launch
-PART_COLUMNS = 16 if INTERPRETED else 2048  # that a program adds, of a combine in one launch
-SIDE_BY_SIDE = (4, 8)  # rows that it reads at once, of a combine in two launches and in one
+KEYS, POSITIONS = (32, 32) if INTERPRETED else (16, 512)  # of a dispatch in one launch
+PART_COLUMNS = 32 if INTERPRETED else 2048  # that a program adds, of a combine in one launch
+SIDE_BY_SIDE = 4  # rows that it reads at once: 4096 tokens of an H200 take 0.84 of the time with one
 INTERPRETED_SMS = 1
 INTERPRETED_PROGRAMS = 2  # of a product
 TMA_CAPABILITY = 9
@@ -213,7 +213,7 @@ class Launches:
             SUMS=sums,
             ALL_RETURNED=rows is None,
             PART=part,
-            SIDE_BY_SIDE=min(sizes.topk, SIDE_BY_SIDE[returns]),
+            SIDE_BY_SIDE=min(sizes.topk, SIDE_BY_SIDE),
         )
 
     def grade(

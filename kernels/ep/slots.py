@@ -87,7 +87,7 @@ def _candidates(*of_each: tuple[int, int]) -> list[triton.Config]:
 
 
 # The fewest programs that saturate NVLink leave the most SMs to what runs beside them.
-CANDIDATES = _candidates((2, 8), (1, 8), (4, 4), (8, 4), (1, 16), (4, 8))
+CANDIDATES = _candidates((4, 4), (2, 8), (1, 8), (8, 4), (1, 16), (4, 8))
 
 
 def tuned(*forms: str) -> Callable[[Any], Any]:

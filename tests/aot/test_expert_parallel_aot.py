@@ -53,7 +53,7 @@ FORMS_OF_KERNELS = {
     "sum_rows": (combine_kernels.combine_rows, {**OF_COMBINE, "RETURNS": False, "SUMS": True}),
     "combine at once": (
         combine_kernels.combine_rows,
-        {**OF_COMBINE, "RETURNS": True, "SUMS": True, "PART": 2048, "SIDE_BY_SIDE": 8},
+        {**OF_COMBINE, "RETURNS": True, "SUMS": True, "PART": 2048},
     ),
     "grade_rows": (combine_kernels.grade_rows, OF_ROW),
     "collect_dots": (combine_kernels.collect_dots, {"K": 8, "WORLD": 4, "BLOCK": 1024}),

@@ -13,7 +13,7 @@ from dist_autotune.kernels.ep.product_kernel import CANDIDATES as PRODUCTS
 from dist_autotune.kernels.ep.product_kernel import multiply_rows
 from dist_autotune.kernels.ep.slots import CANDIDATES
 
-HIDDEN, TOKENS = 32, 24
+HIDDEN, TOKENS = 32, 16
 TUNED = (send_tokens, gather_rows, combine_rows, grade_rows)
 
 

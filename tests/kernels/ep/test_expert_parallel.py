@@ -97,6 +97,8 @@ def _round_trips(rank: int) -> Cases:
                     assert is_dispatched(op, x, ids, d)
                     want = weighted_sums(x, ids, weights, op.experts, lambda ids: ids + 1)
                     torch.testing.assert_close(y.float().cpu(), want, **near)
+                    if turn == 1:
+                        continue
                     first, second = (
                         matrices(op.experts, *size, dtype) for size in ((20, HIDDEN), (HIDDEN, 20))
                     )
@@ -112,9 +114,8 @@ def _round_trips(rank: int) -> Cases:
 
     cases = {
         "other candidates": case("any", 3, [TOKENS, 5, 11], True),
-        "a rank without tokens": case("any", 2, [0, TOKENS], False),
+        "a rank without tokens": case("skewed", 2, [0, TOKENS], False),
         "dropped": case("dropped", 2, [TOKENS, 3], False, False),
-        "skewed": case("skewed", 2, [TOKENS, 8], False),
     }
     if world == 2:
         cases["one expert"] = case("one", 1, [9, TOKENS], False)
@@ -193,7 +194,7 @@ def test_ranks_that_dispatch_in_other_formats_are_named(rank):
 def test_more_rows_than_the_capacity_are_an_error_by_name_on_all_ranks(rank):
     op = opened(4, 2, capacity=10)
     x, ids = torch.randn(TOKENS, HIDDEN), torch.zeros(TOKENS, 2, dtype=torch.int64)  # all to rank 0
-    found = "brought 96 rows to rank 0; capacity=10 are kept. Raise capacity="
+    found = "brought 64 rows to rank 0; capacity=10 are kept. Raise capacity="
     with contextlib.suppress(ValueError, RuntimeError):  # a peer may hear of it in this call, or in the next
         op.dispatch(x, ids)
     synchronize()
@@ -216,7 +217,7 @@ def test_wrong_arguments_are_refused(rank):
     with opened() as op:
         x, ids = torch.randn(4, HIDDEN), torch.zeros(4, 2, dtype=torch.int64)
         wrong = {
-            r"25 tokens; this operation takes up to tokens_per_rank=24": (torch.randn(25, HIDDEN), ids),
+            r"17 tokens; this operation takes up to tokens_per_rank=16": (torch.randn(17, HIDDEN), ids),
             r"x has shape \[4, 8\]; \[T, hidden=32\]": (torch.randn(4, 8), ids),
             r"topk_ids has shape \[4, 3\]; \[4, topk=2\]": (x, torch.zeros(4, 3, dtype=torch.int64)),
             r"topk_ids is torch.float32": (x, ids.float()),
@@ -229,7 +230,7 @@ def test_wrong_arguments_are_refused(rank):
             op.dispatch_matmul(x, few, ids)
         with pytest.raises(ValueError, match=r"weight has shape \[3, 5, 32\]; \[experts / W=3, 32, 32\]"):
             op.matmul_combine(d.rows, torch.randn(3, 5, HIDDEN), d, torch.ones(4, 2))
-        with pytest.raises(ValueError, match=r"rows have shape \[3, 32\]; \[C=96, F\]"):
+        with pytest.raises(ValueError, match=r"rows have shape \[3, 32\]; \[C=64, F\]"):
             op.matmul_combine(d.rows[:3], torch.randn(3, HIDDEN, HIDDEN), d, torch.ones(4, 2))
 
 
@@ -343,10 +344,11 @@ def test_rows_whose_sources_never_came_are_not_followed(rank):
     with opened() as op:
         x, ids = torch.randn(TOKENS // 2, HIDDEN), routing("any", TOKENS // 2, 6, 2)
         d = op.dispatch(x, ids)
-        d.sources[::2] = torch.tensor([-1, -(2**31), 2**31 - 1, TOKENS * 2, TOKENS * 2 - 1, -2]).repeat(4)
+        outside = [-1, -(2**31), 2**31 - 1, TOKENS * 4]
+        d.sources[::2] = torch.tensor([*outside, TOKENS * 2, TOKENS * 2 - 1, -2, 1]).repeat(2)
         launches, patience_ticks = op._launches, as_patience(1.0)
         launches.gather(x, d)
-        launches.combine(d.rows, d, torch.ones(12, 2), x, patience_ticks, returns=True, sums=True)
+        launches.combine(d.rows, d, torch.ones(len(x), 2), x, patience_ticks, returns=True, sums=True)
         launches.grade(x, d.rows, d, torch.empty_like(d.rows), patience_ticks)
         weight = torch.randn(6, HIDDEN, HIDDEN)
         launches.multiply(None, weight, d, torch.empty_like(d.rows))

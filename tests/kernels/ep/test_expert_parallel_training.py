@@ -84,10 +84,8 @@ WAYS = {
 }
 ROUTINGS = {
     "dropped": ("dropped", [TOKENS, 10]),
-    "skewed": ("skewed", [10, TOKENS]),
-    "a rank without tokens": ("any", [0, TOKENS]),
-    "duplicates": ("duplicates", [TOKENS]),
-    "an odd width": ("any", [TOKENS], 13),
+    "a rank without tokens": ("skewed", [0, TOKENS]),
+    "duplicates and an odd width": ("duplicates", [TOKENS], 13),
 }
 
 
