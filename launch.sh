@@ -4,7 +4,7 @@
 #   ./launch.sh [--nproc N] [--cpu] [--here] [torchrun options] FILE [ARGS...]      or -m MODULE for FILE
 #   ./launch.sh test [--gpu] [pytest arguments]
 #
-# test --gpu runs what needs GPUs, on all of them, in nine minutes: [--part I/N] [--results DIR] [--all-candidates]
+# test --gpu runs what needs GPUs, on all of them, in nine minutes: [--part I/N] [--all-candidates]
 #
 # The first start installs what is missing, into the active virtual or conda environment or into .venv. An
 # environment that has dist-autotune of another place keeps it, and nothing runs, unless --here is given.
@@ -229,14 +229,12 @@ sys.exit(not (version["cuda"] or version.get("hip")))'
 
 # Each world of tests/conftest.py is a pytest session. `status` is 5, pytest's "no tests", until one passed.
 run_tests() {
-  local cpu=yes gpu="" paths=() options=() workers=() status=5 argument before=""
+  local cpu=yes gpu="" paths=() options=() workers=() status=5 argument
   if [[ ${DIST_AUTOTUNE_TEST_GPU:-} == 1 ]]; then
     cpu="" gpu=yes
   fi
   for argument in "$@"; do
-    if [[ $before == --results ]]; then
-      options+=("$argument")  # a directory that may be there
-    elif [[ $argument == --gpu ]]; then
+    if [[ $argument == --gpu ]]; then
       cpu="" gpu=yes
     elif [[ $argument == --here ]]; then
       here=yes
@@ -245,7 +243,6 @@ run_tests() {
     else
       options+=("$argument")
     fi
-    before=$argument
   done
   set_up "test${gpu:+-on-gpus}"
   if [[ -n $cpu ]] && ((${#paths[@]})); then

@@ -45,11 +45,6 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--test-limit-s", type=float, default=TEST_LIMIT_S, help="of a test (%(default)g)")
     group.addoption("--at-once", type=int, metavar="N", help="tests that share a device; 1: one by one")
     group.addoption("--all-candidates", action="store_true", help="instead of some that have every value")
-    group.addoption(
-        "--results",
-        metavar="DIR",
-        help="write results.json and failures.txt there; the times of the last run there order this one",
-    )
 
 
 def mark_of(item: pytest.Item) -> dict[str, Any]:
@@ -61,11 +56,6 @@ def mark_of(item: pytest.Item) -> dict[str, Any]:
 def devices_needed(item: pytest.Item) -> int:
     """Return how many devices the test asks for; 0: it has no mark `gpu`."""
     return int(mark_of(item).get("devices", 0))
-
-
-def seconds_needed(item: pytest.Item, last: dict[str, float]) -> float:
-    """Return what the test took in the last run, or else what its mark says."""
-    return last.get(item.nodeid) or float(mark_of(item).get("seconds", SECONDS))
 
 
 @dataclass
@@ -89,8 +79,6 @@ class Ended:
 
     reports: list[pytest.TestReport]
     seconds: float
-    devices: tuple[int, ...]
-    is_alone: bool
 
     @property
     def failed(self) -> bool:
@@ -114,7 +102,6 @@ class GpuSession:
         self.started = time.monotonic()
         self.results: dict[int, Ended] = {}
         self.before: dict[int, Ended] = {}  # tests that failed beside others and run once more
-        self.stopped: dict[int, float] = {}  # seconds of tests that ran at the session's end
         self.stuck: list[int] = []  # processes that no signal ends
         self.items: list[pytest.Item] = []
         self.directory = Path(tempfile.mkdtemp(prefix="gpu-session-"))
@@ -142,8 +129,6 @@ class GpuSession:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.left() and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        if self.config.option.results:
-            self._write(Path(self.config.invocation_params.dir, self.config.option.results))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         say = terminalreporter.write_line
@@ -180,14 +165,13 @@ class GpuSession:
     # ---- the loop
 
     def _run(self, session: pytest.Session) -> None:
-        last = self._last_seconds()
         tests = [
             (
                 index,
                 getattr(item, "function", item),
                 devices_needed(item),
                 mark_of(item).get("alone", False),
-                seconds_needed(item, last),
+                float(mark_of(item).get("seconds", SECONDS)),
             )
             for index, item in enumerate(self.items)
         ]
@@ -210,8 +194,6 @@ class GpuSession:
         finally:
             for each in self.running:
                 self._read(each)
-                if each.current is not None:
-                    self.stopped[each.current] = time.monotonic() - each.current_began
                 self._kill(each)
             for index, ended in self.before.items():
                 if index not in self.results:  # there was no time for it alone
@@ -300,7 +282,7 @@ class GpuSession:
         process.current, process.current_began = None, time.monotonic()
         process.done.append(index)
         placed = process.placed
-        ended = Ended(reports, seconds, placed.devices, placed.job.is_alone)
+        ended = Ended(reports, seconds)
         was_alone = placed.job.is_alone or self.schedule.at_once == 1
         if ended.failed and not was_alone and index not in self.before:
             self.before[index] = ended
@@ -390,48 +372,6 @@ class GpuSession:
     def _name(self, index: int) -> str:
         return self.items[index].nodeid
 
-    def _last_seconds(self) -> dict[str, float]:
-        """Return how long tests took in the last run whose results were written there."""
-        path = Path(self.config.invocation_params.dir, self.config.option.results or "", "results.json")
-        try:
-            tests = json.loads(path.read_text())["tests"] if self.config.option.results else []
-            return {each["test"]: float(each["seconds"]) for each in tests}
-        except (OSError, ValueError, KeyError, TypeError):  # there was none, or it was cut off
-            return {}
-
-    def _write(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        tests = [
-            {
-                "test": self._name(index),
-                "outcome": each.outcome,
-                "seconds": round(each.seconds, 2),
-                "devices": list(each.devices),
-                "alone": each.is_alone,
-                "failed_beside_others": index in self.before,
-                "reason": _reason(each.reports),
-            }
-            for index, each in sorted(self.results.items())
-        ]
-        record = {
-            "devices": self.devices,
-            "seconds": round(time.monotonic() - self.started, 1),
-            "tests": tests,
-            "not_run": [
-                {"test": self._name(index), "stopped_after_s": self.stopped.get(index)}
-                for index in self.left()
-            ],
-        }
-        (directory / "results.json").write_text(json.dumps(record, indent=1) + "\n")
-        texts = []
-        for kind, ended in (("", self.results), (" (beside others)", self.before)):
-            for index, each in sorted(ended.items()):
-                if each.failed:
-                    texts.append(
-                        f"==== {self._name(index)}{kind}, {each.seconds:.1f} s\n{_text(each.reports)}"
-                    )
-        (directory / "failures.txt").write_text("\n\n".join(texts) + "\n")
-
 
 class Reports:
     """Keeps the reports of a test."""
@@ -441,14 +381,6 @@ class Reports:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.kept.append(report)
-
-
-def _text(reports: list[pytest.TestReport]) -> str:
-    failed = [report for report in reports if report.failed]
-    return "\n".join(
-        "\n".join([report.longreprtext, *(f"-- {name}\n{text[-4000:]}" for name, text in report.sections)])
-        for report in failed
-    )
 
 
 def _reason(reports: list[pytest.TestReport]) -> str:
