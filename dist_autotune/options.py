@@ -106,6 +106,11 @@ class Options:
         self._check_objects()
         if self.preserve and self.mode == "online":
             raise InvalidOption("preserve= belongs to mode='replay': an online run happens only once")
+        if self.overhead is not None and self.mode == "replay":
+            raise InvalidOption(
+                f"overhead={self.overhead!r} belongs to mode='online': replay makes all runs in one call, "
+                "and the program no steps beside it. Bound that call by budget_s= or max_runs="
+            )
         if self.objective == "graph" and self.mode == "online":
             raise InvalidOption(
                 "objective='graph' belongs to mode='replay': a run is captured and replayed to judge it"
@@ -127,7 +132,7 @@ class Options:
             found["timeout_s"] = settings.timeout_s()
         if self.compile_jobs is None:
             found["compile_jobs"] = settings.compile_jobs()
-        if self.overhead is None:
+        if self.overhead is None and self.mode == "online":
             found["overhead"] = settings.overhead()
         if self.cache is True:
             found["cache"] = settings.cache_directory() or False

@@ -48,6 +48,7 @@ class Registry:
         self._by_key: dict[tuple[str, str], RankContext] = {}  # by kernel and key
         # Contexts that are launched in this run, or not settled: a run costs nothing for others.
         self._active: dict[RankContext, None] = {}
+        self._met_apart: set[RankContext] = set()  # new, in runs of which nothing was reported
         self._bindings: weakref.WeakKeyDictionary[Autotuner, dict[Key, Binding]] = weakref.WeakKeyDictionary()
 
     def find(self, launch: Launch) -> Binding | None:
@@ -240,6 +241,10 @@ class Registry:
         trials = [text for context, text in chosen if context.order is None or context.order.is_on_trial]
         return running or trials or [text for _, text in chosen]
 
+    def meet_apart(self, contexts: Iterable[RankContext]) -> None:
+        """Let the next report announce those that are new, though only earlier runs have launched them."""
+        self._met_apart.update(each for each in contexts if each.order is None and len(each.texts) > 1)
+
     def report_run(self, *, waits: bool) -> dict[str, Part]:
         """Return this rank's parts of the run's report, by context. waits: wait until every clock is read."""
         reports = {}
@@ -249,7 +254,7 @@ class Registry:
                 context.launches_per_run = run.count
             part = context.report_run(waits=waits)
             bans = context.unreported_bans
-            if part is None and not (bans or context.compile.left):
+            if part is None and not (bans or context.compile.left or context in self._met_apart):
                 continue
             announcement = None if context.announced else self._announcement(context, place)
             share, launches = context.footprint(None if part is None else part.ran)
@@ -261,6 +266,7 @@ class Registry:
                 share=share,
                 launches=launches,
             )
+        self._met_apart.clear()
         return reports
 
     def _announcement(self, context: RankContext, place: int) -> Announcement:

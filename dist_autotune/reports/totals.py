@@ -9,7 +9,7 @@ from ..formatting import context_label, counted
 from ..tuner.report import labels_by_reason
 from ..tuner.tuners import Findings
 
-UNSETTLED = ("tuning", "unfinished")  # statuses
+UNSETTLED = ("tuning", "unfinished", "partial")  # statuses
 
 
 def total_lines(found: Sequence[Findings]) -> Iterator[str]:

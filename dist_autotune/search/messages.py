@@ -161,6 +161,7 @@ class RunReport(Message, frozen=True, tag="run"):
     apart: int = 0  # runs since the last exchange, before this one
     apart_s: float = 0.0  # of one of them
     exchange_s: float = 0.0  # of the last exchange
+    retunes: bool = False  # this rank asks for a new session, see `retune`
 
 
 class InPlaceReport(Message, frozen=True, tag="in_place"):

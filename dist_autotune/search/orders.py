@@ -203,6 +203,7 @@ class RunOrder(Struct, frozen=True, omit_defaults=True):
     compiles: bool = True  # beside the next run; False: compilers pause
     apart: int = 0  # so many runs without a trial come before the next exchange
     done: bool = False
+    retunes: bool = False  # all ranks tune anew from the next call on
     has_work: bool = True
     wants_another: bool = False  # the session is cut short: the next call opens one
     remark: str = ""

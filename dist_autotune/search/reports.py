@@ -68,6 +68,7 @@ class AgreedRun(Struct, frozen=True, omit_defaults=True):
     apart: int = 0
     apart_s: float = 0.0
     exchange_s: float = 0.0  # on the rank that waited least
+    retunes: bool = False  # some rank asks for a new session
 
     def ran(self, name: str) -> str | None:
         """Return the candidate launched in a context, see `AgreedPart.ran`."""
@@ -113,6 +114,7 @@ def agreed_run(
         apart=max(report.apart for report in each),
         apart_s=max(report.apart_s for report in each),
         exchange_s=min(report.exchange_s for report in each),
+        retunes=any(report.retunes for report in each),
     )
 
 

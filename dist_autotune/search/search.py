@@ -180,6 +180,7 @@ class Search:
             compiles=not state.pace.holds,
             apart=state.apart,
             done=state.done,
+            retunes=run.retunes,
             has_work=state.has_work,
             wants_another=is_cut_short and any(c.status == "partial" for c in state.contexts.values()),
             forecast=state.forecast,

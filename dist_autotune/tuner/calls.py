@@ -350,6 +350,9 @@ class Calls:
         self._wants_session = session.wants_another
         if session.in_place:
             self._settled.stop(session.left, session.in_place)
+        if session.retunes:
+            self._wants_session, self._is_retuning, self._is_to_retune = True, True, False
+            return
         has_retuned = session.state.known.ignores_known and not session.has_failed
         self._is_retuning &= not has_retuned
         if not self._wants_session:
@@ -370,9 +373,12 @@ class Calls:
     def _current_state(self, mode: str) -> FunctionState:
         """Return the state of the function; make a new one if the group or the mode has changed.
 
-        A retune that was asked for begins here and ends the session under way.
+        A retune that was asked for begins here; amid a session, all ranks begin it behind their next trial.
         """
-        if self._is_to_retune:
+        session = self._session
+        if self._is_to_retune and session is not None and not session.may_be_left:
+            session.asks_to_retune = True
+        elif self._is_to_retune:
             self.close()
             self._wants_session, self._is_retuning, self._is_to_retune = True, True, False
         known, group = self.state, self._ranks.group()

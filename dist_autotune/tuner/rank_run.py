@@ -82,8 +82,10 @@ class RankRun:
         """Begin a run without a trial, of which nothing is reported; return its launches."""
         return self._state.dispatcher.begin_run(tunes=False)
 
-    def end_apart(self) -> None:
+    def end_apart(self, launches: CallUnderWay) -> None:
+        """End a run without a trial; the next report announces the keys that only it has launched."""
         self.apart -= 1
+        self._state.registry.meet_apart(launches.new or ())
         self._apart_s.append(self._end_step())
 
     def _end_step(self) -> float:

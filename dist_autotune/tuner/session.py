@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
+
 from ..errors import FlowFailed, NoValidConfig, PeerFailed, PutAside, RankMismatch, TuningError
 from ..formatting import described
 from ..launch.fast_path import CallUnderWay
@@ -88,6 +90,7 @@ class Session:
         self._interrupted_by = ""  # the failure of the run that left it INTERRUPTED
         self._until_peers = 0  # so many calls until they come to the exchange that the failure has ended
         self._launches: CallUnderWay  # of the last run
+        self.asks_to_retune = self.retunes = False  # this rank, with its next report; all ranks, by order
         self.in_place = ""  # what a further run changes though nobody declared it: nothing more is tried
         self.left: tuple[RankContext, ...] = ()  # the keys that stay untuned then
         self._longest_run_s, self._asides = 0.0, 0  # in a row, as peers made no call
@@ -111,6 +114,11 @@ class Session:
         if self._asides == MOST_ASIDES:
             return False
         return (self.has_failed and not self.in_place) or self.state.orders.run.wants_another
+
+    @property
+    def may_be_left(self) -> bool:
+        """Return whether this rank may end the session before a call: no peer goes on with it meanwhile."""
+        return self.function.is_alone or self._stage is not SessionStage.BETWEEN_RUNS
 
     @property
     def elapsed_s(self) -> float:  # since the session's first call: what `budget_s` limits
@@ -186,7 +194,8 @@ class Session:
                 return
             with self.one_run():
                 yield
-            if not self.state.orders.run.has_work:
+            self.retunes = self.state.orders.run.retunes
+            if self.retunes or not self.state.orders.run.has_work:
                 self.close()
 
     def open_once(self) -> None:
@@ -250,7 +259,7 @@ class Session:
             if again is not None and run.is_replayed:
                 self._replay_graph(again, launches, watch)
             with as_launch_failed(if_reported=True):
-                report = run.report(self.elapsed_s)
+                report = replace(run.report(self.elapsed_s), retunes=self.asks_to_retune)
             with self._dropping_searches():
                 order = self._exchange(report, lambda search: search.step, watch.what, of_run=True)
             self._apply(order)
@@ -261,18 +270,19 @@ class Session:
     def _run_apart(self) -> Iterator[None]:
         """Make the block one run without a trial, as the last order says: nothing is read or exchanged."""
         self._stage = SessionStage.IN_FUNCTION
-        with self._known_configs():
+        with self._known_configs() as launches:
             yield
         self._stage = SessionStage.BETWEEN_RUNS
-        self._run.end_apart()
+        self._run.end_apart(launches)
 
     @contextlib.contextmanager
-    def _known_configs(self) -> Iterator[None]:
+    def _known_configs(self) -> Iterator[CallUnderWay]:
         """Make the block an execution of the function in which nothing is tried."""
         self.executions += 1
+        launches = self._run.begin_apart()
         try:
-            with self._under_way(self._run.begin_apart(), self._diagnosis.watch()):
-                yield
+            with self._under_way(launches, self._diagnosis.watch()):
+                yield launches
         finally:
             self.state.dispatcher.run_under_way = None
 

@@ -276,3 +276,42 @@ def test_a_rank_that_raises_in_a_run_without_an_exchange_goes_on_with_its_peers(
     assert ended == (["ArithmeticError"] if rank else ["PeerFailed"])
     assert bool(failed) == (rank == 1)
     assert blocks_of(step) == {"add64": 32}
+
+
+@on_ranks(2)
+def test_a_retune_of_one_rank_amid_a_session_is_taken_up_by_all_behind_their_next_trial(rank):
+    bench, x, opened = Bench(), numbers(), []
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+
+    def thunk():
+        launch(kernel, x)
+        dist.all_reduce(torch.ones(1))  # a rank that asked its peers before its step would wait for them
+
+    step = tune(bench, thunk, mode="online", overhead=0.02, timeout_s=20)
+    for number in range(60):
+        if rank == 1 and number == 30:
+            assert not step.settled
+            step.retune()
+        step()
+        opened.append(sum(event.event == "session_opened" for event in records(rank=rank)))
+    assert (opened[29], opened[-1]) == (1, 2)
+    assert bench.blocks()[opened.index(2)] == 16  # tuned anew, from the first config
+
+
+@on_ranks(2)
+def test_a_key_that_only_a_step_without_an_exchange_launches_is_a_part_of_the_session(rank):
+    bench, sizes, met = Bench(), [64], []
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    step = tune(bench, lambda: [launch(kernel, numbers(n)) for n in sizes], mode="online", overhead=0.02)
+    while not step.settled:
+        session = step._calls and step._calls._session
+        is_apart = not met and session is not None and session._run.apart > 0
+        sizes[1:], met[:] = [8] * is_apart, met or [8] * is_apart
+        step()
+    found = {context.key[0]: context.status for context in step.report.contexts}
+    assert found == {64: "tuned", 8: "starved"}
+    assert step.untuned == ()
+    sizes[1:] = [8]
+    for _ in range(200):
+        step()
+    assert bench.blocks(n=8)[-1] == 32  # its next launches ask for a session
