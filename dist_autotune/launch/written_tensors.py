@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -38,19 +37,13 @@ def leave_unchecked(*tensors: torch.Tensor) -> None:
     _own_memory[:] = [*living, *map(weakref.ref, tensors)]
 
 
-@dataclass(frozen=True)
-class _Copy:
-    values: torch.Tensor
-    stream: Any  # of the launch; None on the CPU
-
-
 class WrittenTensors:
     """Copies of the tensors that launches of one call change, from before the call. Any thread may launch."""
 
     def __init__(self) -> None:
-        self._copies: dict[Region, _Copy] = {}  # in the order of the first launches
+        # In the order of the launches: values, the stream (None on the CPU), and `kernel.argument`.
+        self._copies: dict[Region, tuple[torch.Tensor, Any, str]] = {}
         self._there_before: set[StorageWeakRef] | None = None  # None: nothing is copied
-        self._names: dict[str, None] = {}  # `kernel.argument` of the copies, in order
         self.given: dict[Region, str] | None = None  # what kernels are given, with names; None: not recorded
         # The tensors from before the call, with their versions, and whether they had a gradient.
         self._versions: list[tuple[weakref.ref[torch.Tensor], int, bool]] = []
@@ -78,7 +71,6 @@ class WrittenTensors:
         """Let everything go."""
         self._there_before = None
         self._copies.clear()
-        self._names.clear()
         self._versions.clear()
         self.given = None
 
@@ -117,9 +109,7 @@ class WrittenTensors:
                     f'back before each further run ({error}). mode="online" repeats nothing.'
                 ) from None
             stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
-            self._copies[region] = _Copy(values, stream)
-            if name:
-                self._names[name] = None
+            self._copies[region] = values, stream, name
 
     def changed(self) -> dict[Region, str]:
         """Return, with names, what was there before the call and may have been changed since; record no more.
@@ -155,11 +145,11 @@ class WrittenTensors:
 
         The last copy first: of overlapping parts of a storage, the first one holds what was there before.
         """
-        for region, copy in reversed(self._copies.items()):
-            with torch.inference_mode(False), torch.no_grad(), _ordered_with(copy.stream):
+        for region, (values, stream, _) in reversed(self._copies.items()):
+            with torch.inference_mode(False), torch.no_grad(), _ordered_with(stream):
                 if (there := tensor_of(region)) is not None:
-                    there.copy_(copy.values)
-        return ", ".join(self._names)
+                    there.copy_(values)
+        return ", ".join(dict.fromkeys(name for *_, name in self._copies.values() if name))
 
 
 def region_of(tensor: torch.Tensor) -> Region | None:
@@ -179,11 +169,16 @@ def tensor_of(region: Region) -> torch.Tensor | None:
     """
     storage, offset, shape, strides, dtype = region
     alive = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
-    last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    if alive is None or alive.nbytes() < (last + 1) * dtype.itemsize:
+    if alive is None or alive.nbytes() < bytes_needed(offset, shape, strides, dtype):
         return None
     there = torch.empty(0, dtype=dtype, device=alive.device)
     return without_overlap(there.set_(alive, offset, shape, strides))
+
+
+def bytes_needed(offset: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> int:
+    """Return the size of the smallest storage that holds such a tensor."""
+    last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return (last + 1) * dtype.itemsize if 0 not in shape else 0
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:

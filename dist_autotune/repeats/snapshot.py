@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import InvalidOption
-from ..launch.written_tensors import without_overlap
+from ..launch.written_tensors import bytes_needed, without_overlap
 
 _Restore: TypeAlias = Callable[[], None]
 _PLAIN = (str, bytes, int, float, complex, type(None), enum.Enum, torch.dtype, torch.device)
@@ -207,9 +207,7 @@ def _tensor(item: torch.Tensor) -> _Restore:
 
 
 def _bytes_needed(tensor: torch.Tensor) -> int:
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
-    return int(last + 1) * tensor.itemsize if tensor.numel() else 0
+    return bytes_needed(int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

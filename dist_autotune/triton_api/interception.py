@@ -31,13 +31,6 @@ SESSION: Final = "session"  # threads without a call of their own launch for its
 PROGRAM: Final = "program"  # without a session, they launch for the program that is tuned as a whole
 
 
-class SessionTurn:
-    """The lock of the session that has the turn: see `turn.session_turn`."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-
-
 class Interception:
     """The calls under way: at most one session, one program, and any number of settled calls.
 
@@ -45,7 +38,7 @@ class Interception:
     """
 
     def __init__(self) -> None:
-        self.turn = SessionTurn()
+        self.session_lock = threading.RLock()  # of the session that has the turn: see `turn.session_turn`
         self.calls: dict[int | str, Any] = {}  # `CallUnderWay` by thread, and under SESSION and PROGRAM
         self._is_installed = False
         self._looked_at: object = None  # what stood at `Autotuner.run` the last time
@@ -186,7 +179,7 @@ def _watch_forks() -> None:
 
 def _leave_to_parent() -> None:
     INTERCEPTION.calls.clear()
-    INTERCEPTION.turn.lock = threading.RLock()
+    INTERCEPTION.session_lock = threading.RLock()
     for lock in _LOCKS:
         lock._at_fork_reinit()
 

@@ -25,8 +25,8 @@ def session_turn(bystander: Any, take: Callable[[ProcessTurn], bool] | None = No
     bystander: launches for this thread until a run of the session begins, and between runs. take: takes the
     turn where ranks take theirs together.
     """
-    turn, calls, thread, has_turn = INTERCEPTION.turn, INTERCEPTION.calls, get_ident(), False
-    if turn.lock._is_owned():  # type: ignore[attr-defined]
+    calls, thread, has_turn = INTERCEPTION.calls, get_ident(), False
+    if _is_here():
         yield True
         return
     calls[thread] = bystander
@@ -40,18 +40,18 @@ def session_turn(bystander: Any, take: Callable[[ProcessTurn], bool] | None = No
         yield has_turn
     finally:
         try:
-            if has_turn or turn.lock._is_owned():  # type: ignore[attr-defined]
+            if has_turn or _is_here():
                 INTERCEPTION.restore()
         finally:
             # No function is called before the entry is gone, so no Ctrl-C comes in between. The lock may have
             # been taken without `has_turn`, when one came.
             if thread in calls:
                 del calls[thread]
-            if has_turn or turn.lock._is_owned():  # type: ignore[attr-defined]
+            if has_turn or _is_here():
                 try:
-                    turn.lock.release()
+                    INTERCEPTION.session_lock.release()
                 except RuntimeError:  # of a step that another thread has opened, or in a forked child
-                    turn.lock = threading.RLock()  # threads that wait look for it at each poll
+                    INTERCEPTION.session_lock = threading.RLock()  # who waits looks for it at each poll
 
 
 class ProcessTurn:
@@ -66,14 +66,14 @@ class ProcessTurn:
 
         waiting: called at each look.
         """
-        while not INTERCEPTION.turn.lock.acquire(timeout=POLL_S):
+        while not INTERCEPTION.session_lock.acquire(timeout=POLL_S):
             if self.is_overdue():
                 return False
             waiting()
         return True
 
     def try_acquire(self) -> bool:
-        return bool(INTERCEPTION.turn.lock.acquire(blocking=False))
+        return bool(INTERCEPTION.session_lock.acquire(blocking=False))
 
     def is_overdue(self) -> bool:
         """Return whether a run of another session has lasted for `WAIT_S`, compiling apart."""
@@ -84,5 +84,10 @@ class ProcessTurn:
 
     def release(self) -> None:
         """Give the turn back, if this thread has it."""
-        if INTERCEPTION.turn.lock._is_owned():  # type: ignore[attr-defined]
-            INTERCEPTION.turn.lock.release()
+        if _is_here():
+            INTERCEPTION.session_lock.release()
+
+
+def _is_here() -> bool:
+    """Return whether this thread has the turn."""
+    return INTERCEPTION.session_lock._is_owned()  # type: ignore[attr-defined, no-any-return]

@@ -44,7 +44,7 @@ import pytest
 import torch
 import triton
 from kernels_for_tests import add
-from virtual_ranks import EverybodysTurn, VirtualAgreement, VirtualGroup
+from virtual_ranks import VirtualAgreement, VirtualGroup, everybodys_turn
 from virtual_streams import Command, Flag, VirtualEvent, VirtualGraph, VirtualStream
 
 from dist_autotune import EventClock, contextual_autotune
@@ -228,7 +228,7 @@ class VirtualGpus(list[VirtualGpu]):
         with (
             mock.patch.object(GROUPS, "of", lambda group: group),
             mock.patch.object(options_module, "_is_process_group", return_value=True),
-            mock.patch.object(INTERCEPTION, "turn", EverybodysTurn()),  # ranks never run at once
+            mock.patch.object(INTERCEPTION, "session_lock", everybodys_turn()),  # ranks never run at once
         ):
             try:
                 return self.group.run(main)

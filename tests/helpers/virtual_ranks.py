@@ -21,18 +21,15 @@ from unittest import mock
 
 from dist_autotune.errors import AgreementTimeout, NoValidConfig, PeerFailed, PeerHasNoConfig
 from dist_autotune.ranks.exchange import Decide
-from dist_autotune.triton_api.interception import SessionTurn
 
 HANG_S = 120.0  # of one program: ranks that take turns never wait, so only a defect of this file lasts
 
 Watch = Callable[[int, "list[bytes]", "list[VirtualAgreement]"], None]  # sequence, payloads by rank, ranks
 
 
-class EverybodysTurn(SessionTurn):
-    """Nobody waits."""
-
-    def __init__(self) -> None:
-        self.lock = mock.Mock(**{"acquire.return_value": True, "_is_owned.return_value": False})
+def everybodys_turn() -> mock.Mock:
+    """Return a lock of sessions for which nobody waits."""
+    return mock.Mock(**{"acquire.return_value": True, "_is_owned.return_value": False})
 
 
 class Gone(BaseException):

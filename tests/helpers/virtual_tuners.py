@@ -21,7 +21,7 @@ import triton
 from kernels_for_tests import accumulate, add, double, out_of_resources
 from msgspec.structs import replace
 from random_programs import FLOWS, SPREAD, Kernel, Program, Under
-from virtual_ranks import EverybodysTurn, Gone, VirtualAgreement
+from virtual_ranks import Gone, VirtualAgreement, everybodys_turn
 
 import dist_autotune.compilation.preflight
 from dist_autotune import contextual_autotune, settings, tunable
@@ -384,7 +384,7 @@ def virtual_world() -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message=".* returned only times")  # on purpose
         for place, name, value in (
-            (INTERCEPTION, "turn", EverybodysTurn()),  # virtual ranks never run at once
+            (INTERCEPTION, "session_lock", everybodys_turn()),  # virtual ranks never run at once
             (GROUPS, "of", lambda group: group),
             (options_module, "_is_process_group", lambda group: True),
             (SessionLog, "write", lambda log, record: None),
