@@ -53,7 +53,7 @@ def test_between_gpus_symmetric_memory_works() -> None:
 # ---- probes
 
 
-LIMIT_S = 20.0
+LIMIT_S = 120.0
 
 
 def probe_of(monkeypatch: pytest.MonkeyPatch, program: str) -> ProbeResult:
@@ -84,7 +84,7 @@ def test_a_probe_that_hangs_is_killed_with_all_that_it_started(tmp_path, monkeyp
         f"open('{pids}.part', 'w').write(f'{{os.getpid()}} {{grandchild.pid}}')\n"
         f"os.rename('{pids}.part', '{pids}'); signal.pause()"
     )
-    assert probe_of(monkeypatch, program).problem == "cut off after 20 s (in a)"
+    assert probe_of(monkeypatch, program).problem == "cut off after 120 s (in a)"
     deadline = time.monotonic() + 10
     for pid in map(int, pids.read_text().split()):
         while not has_ended(pid):
