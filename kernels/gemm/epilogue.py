@@ -135,6 +135,25 @@ class StoreBuffers:
                 tma_store(self.c_desc, [row_of_c, col_of_c], buf)
 
     @gluon.jit
+    def store_to(self, accumulator, to_ptr, pitch, col, columns, STORER: gl.constexpr):
+        """Store a tile without a descriptor: its rows begin at to_ptr, `pitch` elements apart.
+
+        The buffers gather what 16 bytes in a row are. No store by TMA may still read them.
+        """
+        layout: gl.constexpr = gl.BlockedLayout(
+            *([1, 8], [256 // self.STORE_N, self.STORE_N // 8], [gl.num_warps(), 1], [1, 0])
+        )
+        for i in gl.static_range((self.WIDTH + self.STORE_N - 1) // self.STORE_N):
+            buf = self.bufs.index(STORER * self.BUFFERS + i % self.BUFFERS)
+            buf.store(accumulator.piece(i, self.STORE_N).to(self.c_desc.dtype))
+            piece = buf.load(layout)
+            rows = gl.arange(0, piece.shape[0], gl.SliceLayout(1, layout))
+            first = gl.multiple_of(col + piece_start(i, self.STORE_N, self.WIDTH), 8)
+            cols = first + gl.arange(0, piece.shape[1], gl.SliceLayout(0, layout))
+            offsets = rows[:, None] * pitch + cols[None, :]
+            gl.store(to_ptr + offsets, piece, mask=(cols < columns)[None, :])
+
+    @gluon.jit
     def finish(self):
         """Shared memory must outlive the stores that read it: see [Note: at the end of a partition]."""
         tma.store_wait(pendings=0)

@@ -73,12 +73,12 @@ def _await_rows(rows, peer, peers, WORLD: tl.constexpr):
 
 
 @triton.jit
-def wait_and_check_all(m, peers, WORLD: tl.constexpr):
-    """Part from each peer in one program, and in the last one wait until our sums are with all of them."""
+def wait_and_check_all(m, peers, WORLD: tl.constexpr, PUSHES: tl.constexpr):
+    """Part from each peer in one program; in the last one, if it PUSHES, wait until all have our sums."""
     for peer in range(tl.program_id(0), WORLD, tl.num_programs(0)):
         if peer != peers.rank:
             _wait_and_check_rows(peer, m, peers, WORLD)
-    if tl.program_id(0) == tl.num_programs(0) - 1:
+    if PUSHES and tl.program_id(0) == tl.num_programs(0) - 1:
         wait_for_own(peers, WORLD)
 
 

@@ -59,7 +59,7 @@ from .plain import PlainBody
 # where 10.2 would do.
 ONE_LAUNCH = "one"
 LAUNCHES = ("each chunk", ONE_LAUNCH)
-STORES = "one that stores to the peers"  # beside them, on request: no GPU has run it
+STORES = ("specialized that stores", "plain that stores")  # beside them, on request: not run between GPUs
 
 
 class GemmReduceScatter(NumberedCalls):
@@ -86,8 +86,8 @@ class GemmReduceScatter(NumberedCalls):
     to the call; they make it if all would. A captured call repeats the way of the last eager call of its
     class; a replay waits for its peers as any collective does.
 
-    `by_stores=True` makes the plain kernel store its sums into the peers' memory, in calls that are no
-    collective: no copy engine, and one launch, also in captures. None tunes that. Ranks may differ in it.
+    `by_stores=True` makes the kernel store its sums into the peers' memory, in calls that are no collective:
+    no copy engine, and one launch, also in captures. None tunes that. Ranks may differ in it.
 
     With dtype float8_e4m3fn rows of a and of the weight have float32 scales, the arguments `scale_a` and
     `scale_weight` of a call. Parts travel, and results are, in bf16. K is then a multiple of 16, the weight's
@@ -233,20 +233,20 @@ class GemmReduceScatter(NumberedCalls):
             out = a.new_empty(shape, dtype=self._out_dtype)
         operands = ScatterOperands(a, weight, out, addend, scale_a, scale_weight)
         body = self._make_body(operands)
-        storing = self._make_plain(operands, stores=True) if self._may_store else None
+        storing = self._make_storing(operands, body) if self._may_store else {}
         others = {"addend": addend, "scale_a": scale_a, "scale_weight": scale_weight}
         rows, apart = (shape[0],) * self.world_size, Apart(out, a=a, weight=weight, **others)
         fill_nan = filler_of_all(out, self._flags.local, self.rank)
         key = (class_of_rows(all_rows), self.world_size, self._n, a.shape[1], str(self._dtype))
-        launches = Standing(functools.partial(self._choose_launches, body, key))
+        launches = Standing(functools.partial(self._choose_launches, body, tuple(storing), key))
         return ScatterLayout(all_rows, key[0], rows, shape, body, storing, launches, apart, fill_nan)
 
-    def _choose_launches(self, body: Body, key: tuple[Any, ...]) -> str:
-        ways = LAUNCHES if self.world_size > 2 else LAUNCHES[:1]
+    def _choose_launches(self, body: Body, storing: tuple[str, ...], key: tuple[Any, ...]) -> str:
+        ways: tuple[str, ...] = LAUNCHES if self.world_size > 2 else LAUNCHES[:1]
         if not body.in_steps:
             ways = (ONE_LAUNCH,)
-        if self._may_store:
-            ways = (STORES,) if self._by_stores else (*ways, STORES)
+        if storing:
+            ways = storing if self._by_stores else (*ways, *storing)
         return ways[0] if len(ways) == 1 else tunable("gemm_rs launches", ways, key=key)
 
     def _make_body(self, operands: ScatterOperands) -> Body:
@@ -257,6 +257,12 @@ class GemmReduceScatter(NumberedCalls):
     def _make_plain(self, operands: ScatterOperands, *, stores: bool = False) -> Body:
         of_device = {"has_tma": self._has_tma, "upcasts": self._upcasts}
         return PlainBody(operands, self._held, stores=stores, **of_device)
+
+    def _make_storing(self, operands: ScatterOperands, body: Body) -> dict[str, Body]:
+        found: dict[str, Body] = {}
+        if isinstance(body, specialized.SpecializedBody):
+            found[STORES[0]] = specialized.SpecializedBody(operands, self._held, stores=True)
+        return found | {STORES[1]: self._make_plain(operands, stores=True)}
 
     def _agree(self, layout: ScatterLayout, is_capturing: bool) -> int:
         size_class = layout.size_class
@@ -276,9 +282,11 @@ class GemmReduceScatter(NumberedCalls):
             self._run_collective(operands)
             return operands.out
         launches, body = layout.launches(), layout.body
-        if launches == STORES:
-            assert layout.storing is not None
-            self._launch(layout.storing, operands)
+        storing = layout.storing.get(launches)
+        if storing is not None:
+            self._launch(storing, operands)
+            if not isinstance(storing, PlainBody):
+                layout.fill_nan(operands.out)
             return operands.out
         in_steps = self._in_steps(is_capturing=is_capturing) or launches != ONE_LAUNCH
         launch = functools.partial(self._launch, body, operands)

@@ -164,7 +164,7 @@ def gemm_reduce_scatter(
         if is_last:
             part_from_all(m, peers, WORLD)
     elif first + chunks == WORLD:
-        wait_and_check_all(m, peers, WORLD)
+        wait_and_check_all(m, peers, WORLD, True)
 
 
 @triton.jit

@@ -49,7 +49,7 @@ OPERAND_TYPES = (torch.float16, torch.bfloat16)
 # and 768 rows take 12 to 23 % less, of 256 rows 9 % less to 4 % more (two ranks, docs/gemm_rs.md).
 STEP_ROWS = 384
 
-tuned = tuned_over_chunks(specialized_gemm_reduce_scatter, CANDIDATES)
+tuned = tuned_over_chunks(specialized_gemm_reduce_scatter, CANDIDATES, "STORES")
 
 _KERNEL = TunedKernel(tuned, blocks_of, operation="GemmReduceScatter")
 
@@ -69,15 +69,16 @@ def can_run(operands: ScatterOperands, held: ScatterMemory) -> bool:
 
 
 class SpecializedBody(Body):
-    """Multiplies by the warp-specialised kernel; only where `can_run`."""
+    """Multiplies by the warp-specialised kernel; only where `can_run`. stores: sums for peers to them."""
 
-    def __init__(self, operands: ScatterOperands, held: ScatterMemory) -> None:
+    def __init__(self, operands: ScatterOperands, held: ScatterMemory, *, stores: bool = False) -> None:
         super().__init__(_KERNEL)
         self._matrices = _matrices(operands, held)  # as they lie: their addresses are of the first call
-        a, rows, self._tensors = self._matrices[0], operands.out.shape[0], held[2:]
+        a, rows = self._matrices[0], operands.out.shape[0]
+        self._tensors = (held.table, *held[2:])
         self._sizes, self._further = (a.rows, operands.out.shape[1], a.columns), (held.partial.shape[1],)
         self.in_steps, self._size_class = rows >= STEP_ROWS, _size_class(rows)
-        self._constants = constants_of_chunks(self._matrices, operands.a.device)
+        self._constants = constants_of_chunks(self._matrices, operands.a.device) | {"STORES": stores}
         self._partial_at = held.partial.data_ptr()
 
     def _arguments(self, operands: ScatterOperands) -> tuple[tuple[int, ...], Tensors]:

@@ -5,6 +5,9 @@
               chunk it adds the peers' sums, in float32, before it rounds
     notify    counts the tiles for peers that are in memory and hands over complete chunks. In the own chunk
               it waits for the peers' sums, a part of the rows at a time, and lets `work` go on
+    STORES    a tile for a peer goes into that peer's memory, by plain stores, once `notify` has seen the
+              permits of all; it counts the tile and tells the peer: see [Note: rows leave with the tile].
+              No GPU has run that
     ragged    as in `ag_gemm`: a last row or column of tiles is moved back to end with its chunk. Where two
               tiles overlap both compute the same sums, to the bit
 
@@ -25,7 +28,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..compat import aggregate, partition_barrier
-from ..exchange.peers import Peers
+from ..exchange.flags import FREE, NO_PERMIT
+from ..exchange.peers import Peers, wait_for_all
+from ..exchange.stores import count_stored, let_peers_write, memory_of
 from ..gemm.any_width import piece_start
 from ..gemm.epilogue import Pointwise, complete_stores
 from ..gemm.operands import Config, allocate_mbarriers
@@ -87,6 +92,8 @@ class ScatteredChunks:
     counts_ptr: gl.tensor
     stored: gl.shared_memory_descriptor  # mbarriers, see above
     arrived: gl.shared_memory_descriptor  # an mbarrier for each part of the own rows
+    writable: gl.shared_memory_descriptor  # one mbarrier: all peers have given their permits
+    table_ptr: gl.tensor  # of `exchange.stores`
     m: gl.tensor
     N: gl.tensor
     k: gl.tensor
@@ -101,6 +108,7 @@ class ScatteredChunks:
     WORLD: gl.constexpr
     STORERS: gl.constexpr  # partitions that store, in turn
     SLOTS: gl.constexpr  # of `stored`
+    STORES: gl.constexpr  # to the peers' memory; else to the partial sums
 
     @gluon.jit
     def first_own(self):
@@ -154,7 +162,12 @@ class ScatteredChunks:
         """Start the stores of a tile; of the own chunk, once the peers' sums of its rows are here."""
         if number < self.first_own():
             part = self.with_sums(accumulator, number, row, col, 0)
-            epilogue.into(self.partial_desc).store(part, row, col, STORER)
+            if self.STORES:
+                mbarrier.wait(self.writable.index(0), 0)
+                to_ptr, pitch = self.place_there(number)
+                epilogue.store_to(part, to_ptr, pitch, col, self.N, STORER)
+            else:
+                epilogue.into(self.partial_desc).store(part, row, col, STORER)
         else:
             mbarrier.wait(self.arrived.index(self.parts_until(row) - 1), 0)
             sums = self.with_sums(accumulator, number, row, col, self.WORLD - 1)
@@ -175,6 +188,15 @@ class ScatteredChunks:
         return Summed((accumulator,), (addend_ptr, staged_ptr), between, col, pitch, WIDTH, PEERS)
 
     @gluon.jit
+    def place_there(self, number):
+        """Return where a tile's first row of sums begins in the peer's memory, and the pitch of its rows."""
+        chunk, row, _col = self.find(number)
+        slot = (self.peers.rank - chunk + self.WORLD) % self.WORLD - 1
+        pitch = gl.multiple_of(self.N + 8 * min(number, 0), 8)  # see `with_sums`
+        rows = gl.cast(slot * self.capacity + row, gl.int64)
+        return memory_of(chunk, self.table_ptr, self.pointers[1]) + rows * pitch, pitch
+
+    @gluon.jit
     def parts_until(self, row):
         """Return how many parts of the own rows a tile needs that begins there."""
         return gl.cdiv(row + self.config.BLOCK_M, gl.cdiv(self.m, PARTS))
@@ -186,12 +208,18 @@ class ScatteredChunks:
         See [Note: notify waits alone].
         """
         chunk, row, _col = self.find(number)
+        if self.STORES:
+            self.await_permits(number, visit)
         if number < self.first_own():
             following = visit + self.STORERS  # that of the same partition
             slot = ring_slot(following, self.SLOTS)
             mbarrier.wait(self.stored.index(slot), ring_phase(following, self.SLOTS))
             tiles_per_chunk = self.tiles_m * self.tiles_n
-            count_tile(chunk, self.counts_ptr, tiles_per_chunk, self.chunks, self.peers, self.WORLD)
+            if self.STORES:
+                of_all = (tiles_per_chunk, self.m, self.table_ptr)
+                count_stored(chunk, self.counts_ptr, *of_all, self.peers, self.WORLD)
+            else:
+                count_tile(chunk, self.counts_ptr, tiles_per_chunk, self.chunks, self.peers, self.WORLD)
         else:
             needed = self.parts_until(row)
             while known < needed:
@@ -202,10 +230,19 @@ class ScatteredChunks:
         return known
 
     @gluon.jit
+    def await_permits(self, number, visit):
+        """At the first tile, let `work` store to the peers; the first program to begin gives the permits."""
+        if visit == 0:
+            if number == 0:
+                let_peers_write(self.table_ptr, self.peers, self.WORLD)
+            wait_for_all(FREE, NO_PERMIT, self.peers, self.WORLD)
+            mbarrier.arrive(self.writable.index(0), count=1)
+
+    @gluon.jit
     def notified(self):
         """Part from the peers in the launch with the own chunk."""
         if self.first + self.chunks == self.WORLD:
-            wait_and_check_all(self.m, self.peers, self.WORLD)
+            wait_and_check_all(self.m, self.peers, self.WORLD, not self.STORES)
 
 
 UNSPECIALIZED = ["flags_ptr", "errors_ptr", "M", "K", "capacity", "first", "chunks", "rank"]
@@ -220,6 +257,7 @@ def specialized_gemm_reduce_scatter(
     extra_desc,
     c_desc,  # out [M / WORLD, N]
     partial_desc,  # [(WORLD - 1) * capacity, N]: our sums for rank + 1, rank + 2, ...
+    table_ptr,  # int64 [2, WORLD]: where `staged` and `flags` of each rank lie
     staged_ptr,  # [WORLD - 1, capacity, N]: the sums of rank + 1, rank + 2, ... for this rank
     flags_ptr,  # int32 [FLAGS, WORLD]
     counts_ptr,  # int32 [WORLD + 2], 0 between launches, as in `plain`
@@ -238,6 +276,7 @@ def specialized_gemm_reduce_scatter(
     TENSOR_MEMORY: gl.constexpr,  # Blackwell
     DTYPE: gl.constexpr,  # of A, B and C, for the key of the tuning
     TRANS_B: gl.constexpr,  # the weight's rows are contiguous; else its columns
+    STORES: gl.constexpr,  # to the peers' memory; else to the partial sums
     VARIANT: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -264,6 +303,8 @@ def specialized_gemm_reduce_scatter(
     arrived = allocate_mbarriers(PARTS)
     for part in gl.static_range(PARTS):
         mbarrier.init(arrived.index(part), count=1)
+    writable = allocate_mbarriers(1)
+    mbarrier.init(writable.index(0), count=1)
     m = M // WORLD
     tiles_m = gl.cdiv(m, BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N + EXTRA_N)
@@ -271,11 +312,12 @@ def specialized_gemm_reduce_scatter(
         Peers(flags_ptr, errors_ptr, rank, patience_ticks),
         partial_desc,
         (addend_ptr, staged_ptr),
-        *(counts_ptr, stored, arrived, m, N, K, capacity, first, chunks),
+        *(counts_ptr, stored, arrived, writable, table_ptr, m, N, K, capacity, first, chunks),
         *(tiles_m, tiles_n, chunks * tiles_m * tiles_n),
         *(gl.cdiv(K, BLOCK_K), config, WORLD),
         2 if VARIANT == "pingpong" and not TENSOR_MEMORY else 1,
         SLOTS,
+        STORES,
     )
     pointwise = Pointwise((None, None, 1), (None, None), M, N, "none", False)
     run(problem, a_desc, b_desc, extra_desc, c_desc, pointwise, config, counts_ptr + WORLD, True)

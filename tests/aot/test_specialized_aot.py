@@ -110,9 +110,11 @@ SCATTER = SpecializedKernel(
     lambda made: blocks_of({**made, "partial_desc": None}),
     {
         **{"staged_ptr": "*bf16", "flags_ptr": "*i32", "counts_ptr": "*i32", "errors_ptr": "*i64"},
+        "table_ptr": "*i64",
         **dict.fromkeys((*OF_A_CALL, "first", "chunks"), "i32"),
     },
     ("addend_ptr",),
+    {"STORES": False},
     aligned=("staged_ptr", "addend_ptr", "counts_ptr", "N"),
     spilled_bytes=16 if HAS_INLINE_PTX else 8,  # numbers that are needed once a tile
 )
@@ -161,6 +163,11 @@ FURTHER = {
     "gather, GELU, Blackwell": (GATHER, LARGE, BLACKWELL, GELU),
     "scatter, a weight by columns and an addend": (SCATTER, by_columns("cooperative"), HOPPER, OF_BACKWARD),
     "scatter, the same, pingpong": (SCATTER, by_columns("pingpong"), HOPPER, OF_BACKWARD),
+    **{
+        f"scatter to the peers, {index}": (SCATTER, SCATTER.candidates[index], HOPPER, {"STORES": True})
+        for index in (0, 3, 4, 7, 11, len(SCATTER.candidates) - 1)
+    },
+    "scatter to the peers, Blackwell": (SCATTER, SCATTER.candidates[6], BLACKWELL, {"STORES": True}),
 }
 
 
@@ -251,6 +258,20 @@ def test_stores_are_complete_before_a_barrier_and_the_arrival_that_tells_of_them
             assert re.search(r"bar(rier)?\.(cta\.)?sync", between), config
             assert "cp.async.bulk.tensor" not in between, config
             assert "wait_group" not in between, config
+
+
+@pytest.mark.parametrize("index", [0, 7], ids=["cooperative", "pingpong"])
+def test_sums_for_peers_are_stored_by_16_bytes_before_a_barrier_and_the_arrival_that_tells_of_them(index):
+    config = SCATTER.candidates[index]
+    ptx = SCATTER.compile(config, STORES=True).asm["ptx"]
+    sums = config.kwargs["BLOCK_M"] * config.kwargs["BLOCK_N"]
+    storers = 2 if config.kwargs["VARIANT"] == "pingpong" else 1
+    assert ptx.count("st.global.v4.b32") == storers * sums // 8 // (32 * config.num_warps)
+    told = re.findall(r"cp\.async\.bulk\.wait_group 0;(.*?)mbarrier\.arrive\.shared::cta", ptx, re.DOTALL)
+    assert len(told) == 2 * storers
+    assert all(re.search(r"bar(rier)?\.(cta\.)?sync", each) and "st.global" not in each for each in told)
+    assert re.search(r"atom\.global\.sys\.acq_rel\.add", ptx)  # a tile
+    assert re.search(r"atom\.global\.sys\.release\.exch", ptx)  # a chunk
 
 
 def partition_that_polls(sass: str) -> str:

@@ -129,6 +129,7 @@ def init(bar: Barrier, count: int) -> None:
 
 def arrive(bar: Barrier, *, count: int = 1, pred: bool = True) -> None:
     if pred:
+        drain(now().plain_stores, 0)
         bar.acquired_at = max(bar.acquired_at, now().acquired_at)
         bar.told.update(now().acquired)
         bar.arrive(count)
@@ -233,8 +234,10 @@ def atomic_add(pointer: Pointer, value: int, *, sem: str, scope: str) -> Scalar:
     return before
 
 
-def atomic_xchg(pointer: Pointer, value: int, *, sem: str, scope: str) -> None:
+def atomic_xchg(pointer: Pointer, value: int, *, sem: str, scope: str) -> Scalar:
+    before = pointer.get()
     pointer.set(value)
+    return before
 
 
 def assembly(text: str, *arguments: Any, **options: Any) -> Scalar:

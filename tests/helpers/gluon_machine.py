@@ -30,6 +30,7 @@ class Task:
         self.multiplying: list[Callable[[], None]] = []  # wgmma in flight, oldest first
         self.storing: list[Callable[[], None]] = []  # TMA stores that shared memory is read for, oldest first
         self.writing: list[Callable[[], None]] = []  # those that are on their way to memory
+        self.plain_stores: list[Callable[[], None]] = []  # until it releases them
         self.unfenced: set[int] = set()  # memory that this task has touched since its last proxy fence
         self.acquired: dict[int, int] = {}  # what it has read with acquire semantics, by the word's address
         self.visible: dict[int, int] = {}  # and of that, what precedes its last proxy fence of global memory
@@ -120,13 +121,14 @@ class Machine:
         assert not self.copies, "loads are under way that nobody waits for"
         for task in self.tasks:
             drain(task.writing, 0)
+            drain(task.plain_stores, 0)
 
     def _operations(self) -> list[Callable[[], None]]:
         """Return what the hardware could do now: any load, the oldest of what happens in order."""
         loads = [lambda copy=copy: (self.copies.remove(copy), copy()) for copy in self.copies]
         ordered = [*self.queues.values()]
         for task in self.tasks:
-            ordered += [task.multiplying, task.storing, task.writing]
+            ordered += [task.multiplying, task.storing, task.writing, task.plain_stores]
         return loads + [lambda queue=queue: queue.pop(0)() for queue in ordered if queue]
 
     def _stuck(self) -> str:

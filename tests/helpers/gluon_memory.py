@@ -247,6 +247,11 @@ class Pointers:
         assert known.all(), "what others have written is read before it is known to be there"
         return Tensor(np.where(inside, self.array[offsets], other))
 
+    def set(self, tensor: Tensor, mask: Tensor) -> None:
+        inside = np.broadcast_to(mask.array, self.offsets.shape)
+        places, values = self.offsets[inside], tensor.array[inside]
+        now().plain_stores.append(lambda: self.array.__setitem__(places, values))
+
 
 class Scalar(int):
     """A number that a kernel has read; wide enough never to wrap around."""

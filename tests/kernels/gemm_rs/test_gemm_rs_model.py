@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_core")  # its tasks are threads that t
 
 KERNEL = gluon_model.load_kernel_module("gemm_rs.specialized_kernel")
 SIGNALS = importlib.import_module("kernels_in_the_model.signals")
+STORES = importlib.import_module("kernels_in_the_model.exchange.stores")
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Scene(Call):
     rows_of: dict[int, int] = field(default_factory=dict)  # peers that push another number of rows
     late: bool = False  # peers push when all that is for them has left
     patience_ticks: int = 10_000
+    stores: bool = False  # the kernel stores to the peers
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,6 +49,9 @@ class Scene(Call):
         self.out = np.full((self.m, self.n), np.nan)
         self.counts = np.zeros(self.world + 2, dtype=np.int64)
         self.pushed: dict[int, np.ndarray] = {}  # what has left for each peer
+        # Of peers: their memory for other ranks' sums, and their flags.
+        self.staged_there = {peer: np.full(self.staged.shape, np.nan) for peer in self.peers()}
+        self.flags_there = {peer: np.zeros_like(self.flags) for peer in self.peers()}
 
     def product(self, chunk: int) -> np.ndarray:
         """Return what is this rank's part of the sums for that one."""
@@ -54,6 +59,21 @@ class Scene(Call):
         return self.a[rows] @ self.b.T + (self.extra[rows] if self.addend else 0)
 
     # ---- what goes on beside the kernel, each a task of the machine
+
+    def flag_there(self, row: str, peer: int) -> Pointer:
+        return Pointer(self.flags_there[peer], self.flag(row, self.rank).offset)
+
+    def hear(self, peer: int) -> None:
+        """Be a peer to whom the kernel stores: keep what is there when it is told of sums."""
+        permit, arrived = (self.flag_there(row, peer) for row in ("FREE", "ARRIVED"))
+        now().pause(lambda: permit.get() >= 1, f"the permit for {peer}")
+        if peer != self.dead:
+            now().pause(lambda: arrived.get() >= self.m, f"our sums for {peer}")
+            assert self.flag_there("ROWS_SENT", peer).get() == self.m
+            first = ((self.rank - peer) % self.world - 1) * self.capacity * self.n
+            there = self.staged_there[peer]
+            self.pushed[peer] = there[first : first + self.m * self.n].reshape(self.m, self.n).copy()
+            assert np.isnan(np.delete(there, slice(first, first + self.m * self.n))).all(), "beside its slot"
 
     def side_stream(self) -> None:
         """Push each chunk once it is handed over and the peer has given its permit."""
@@ -99,6 +119,8 @@ class Scene(Call):
 
     def raise_late(self, row: str, peer: int, value: int) -> None:
         self.wait_a_while(0, 4, 60)
+        early = row == "FREE" and not np.isnan(self.staged_there[peer]).all()
+        assert not early, f"stored to {peer} before its permit"
         if self.flag(row, peer).get() < GIVEN_UP:
             self.flag(row, peer).set(value)
 
@@ -114,6 +136,7 @@ def launch(scene: Scene, variant: str, beside: list[Callable[[], None]], **optio
         Descriptor(scene.a, [block_m, block_k]),
         *tile.of_weight(scene.b),
         *(Descriptor(each, [block_m, tile.store[0]]) for each in (scene.out, scene.partial)),
+        None,  # the table, in whose place `reduce_scatter` puts what it leads to
         *map(Pointer, (scene.staged, scene.flags, scene.counts, scene.errors)),
         Pointer(scene.extra.reshape(-1)) if scene.addend else None,
         *(scene.world * scene.m, scene.n, scene.k, scene.capacity),
@@ -123,6 +146,7 @@ def launch(scene: Scene, variant: str, beside: list[Callable[[], None]], **optio
         haste=(None, 0.05, 0.9)[scene.seed % 3],
         beside=beside,
         WORLD=scene.world,
+        STORES=scene.stores,
         DTYPE="bf16",
         **tile.constants(),
     )
@@ -132,7 +156,13 @@ def reduce_scatter(scene: Scene, variant: str = "cooperative", **options: Any) -
     """Run a call, eager or captured, to its end and check what it wrote, pushed and left behind."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(SIGNALS, "POLLS_PER_ROUND", 64)  # turns are slow
-        if scene.captured:
+        if scene.stores:
+            there = lambda flag, peer, *_: Pointer(scene.flags_there[peer], flag * scene.world + scene.rank)  # noqa: E731
+            monkeypatch.setattr(STORES, "_flag_there", there)
+            monkeypatch.setattr(KERNEL, "memory_of", lambda peer, *_: Pointer(scene.staged_there[peer]))
+            heard = [functools.partial(scene.hear, peer) for peer in scene.peers()]
+            launch(scene, variant, [*scene.permits(scene.peers()), *scene.pushes(), *heard], **options)
+        elif scene.captured:
             for step, peer in enumerate(scene.peers()):
                 launch(scene, variant, scene.permits([peer]), first=step, chunks=1, **options)
                 scene.push(step, peer)
@@ -146,6 +176,8 @@ def reduce_scatter(scene: Scene, variant: str = "cooperative", **options: Any) -
 
 def check(scene: Scene) -> None:
     for peer in scene.peers():
+        if scene.stores and peer == scene.dead:
+            continue
         np.testing.assert_array_equal(scene.pushed[peer], scene.product(peer), err_msg=f"pushed to {peer}")
     failed = {peer for peer in range(scene.world) if scene.errors[peer]}
     assert failed == ({scene.dead} if scene.dead is not None else set(scene.rows_of))
@@ -160,7 +192,9 @@ def check(scene: Scene) -> None:
         assert value >= GIVEN_UP if peer == scene.dead else value == 0, f"the permit of {peer}: {value}"
 
 
-CALLS = pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+CALLS = pytest.mark.parametrize(
+    "way", [{}, {"captured": True}, {"stores": True}], ids=["eager", "captured", "by stores"]
+)
 
 
 @KINDS
@@ -178,18 +212,18 @@ CALLS = pytest.mark.parametrize("captured", [False, True], ids=["eager", "captur
     seed=st.integers(0, 10**6),
 )
 def test_every_chunk_is_complete_when_it_leaves_and_the_sums_are_right(
-    variant, tensor_memory, captured, world, sizes, programs, buffers, store, addend, by_columns, late, seed
+    variant, tensor_memory, way, world, sizes, programs, buffers, store, addend, by_columns, late, seed
 ):
-    scene = Scene(world, seed % world, *sizes, seed=seed, captured=captured, addend=addend, late=late)
+    scene = Scene(world, seed % world, *sizes, seed=seed, addend=addend, late=late, **way)
     options = {"programs": programs, "buffers": buffers, "store": store, "by_columns": by_columns}
     reduce_scatter(scene, variant, tensor_memory=tensor_memory, **options)
 
 
 @KINDS
 @CALLS
-def test_a_peer_that_does_not_come_is_given_up_and_everything_ends(variant, tensor_memory, captured):
+def test_a_peer_that_does_not_come_is_given_up_and_everything_ends(variant, tensor_memory, way):
     for seed in range(3):
-        scene = Scene(3, 1, 9, 14, 3, seed=seed, captured=captured, dead=(2, 0, 2)[seed], patience_ticks=4)
+        scene = Scene(3, 1, 9, 14, 3, seed=seed, dead=(2, 0, 2)[seed], patience_ticks=4, **way)
         reduce_scatter(scene, variant, tensor_memory=tensor_memory)
 
 
@@ -208,8 +242,8 @@ def test_a_tile_of_any_width_is_added_up(variant, warps):
 # ---- that the model finds what it is there to find
 
 
-def fails(variant: str = "cooperative", *, captured: bool = False, seeds: int = 12) -> str:
-    scenes = functools.partial(Scene, 3, 1, 11, 20, 5, captured=captured, late=not captured)
+def fails(variant: str = "cooperative", *, stores: bool = False, seeds: int = 12) -> str:
+    scenes = functools.partial(Scene, 3, 1, 11, 20, 5, late=True, stores=stores)
     options = {"programs": 3, "buffers": 2}
     return gluon_model.first_failure(
         lambda seed: reduce_scatter(scenes(seed=seed), variant, **options), seeds
@@ -224,3 +258,15 @@ def test_a_count_of_what_has_only_been_read_is_found(monkeypatch):
 def test_a_wait_that_acquires_nothing_is_found(monkeypatch):
     gluon_model.poll_without_acquiring(monkeypatch)
     assert "before it is known to be there" in fails()
+
+
+def test_a_store_without_the_peer_s_permit_is_found(monkeypatch):
+    assert fails(stores=True, seeds=2) == ""
+    monkeypatch.setattr(KERNEL, "wait_for_all", lambda *_: None)
+    assert "before its permit" in fails(stores=True)
+
+
+def test_a_count_before_the_stores_of_the_tile_is_found(monkeypatch):
+    monkeypatch.setattr(KERNEL.ScatteredChunks, "stored_before", lambda *_: None)
+    monkeypatch.setattr(KERNEL, "ring_phase", lambda *_: 1)  # which an mbarrier has ended before it began
+    assert "pushed to" in fails(stores=True)
