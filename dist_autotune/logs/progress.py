@@ -52,8 +52,8 @@ class Progress:
                 best = "" if (times := step()) is None else f"{format_ms(times.after_ms)} ms"
                 gain = "" if times is None else f" ({round(-times.gain_percent):+d} %)"
                 compiling = f"{forecast.compiling} compiling" if forecast.compiling else ""
-                left = f"{forecast.left}/{forecast.candidates} left"
-                parts = left, best + gain, compiling or self._time_left(forecast, "-")
+                timed = f"{forecast.timed}/{forecast.candidates} timed"
+                parts = timed, best + gain, compiling or self._time_left(forecast)
                 detail = "  ".join(filter(None, parts))
                 self._bar.update(self._task, completed=self._done, detail=detail, refresh=True)
         elif self._is_shown and self._done * LINES >= self._lines < LINES:
@@ -73,30 +73,24 @@ class Progress:
         self._is_shown = False
 
     def _line(self, forecast: Forecast, times: StepTimes | None) -> str:
-        least, most = forecast.runs_left
-        to_go = counted(most, "step")
-        if least < most:
-            to_go = f"{least} to {to_go}"
         parts = [
             f"{forecast.settled} of {counted(forecast.contexts, 'context')} settled",
             f"step {forecast.runs}",
             f"{counted(forecast.compiling, 'candidate')} compiling" if forecast.compiling else "",
-            f"{forecast.left} of {counted(forecast.candidates, 'candidate')} left",
-            f"{to_go} to go",
-            self._time_left(forecast, " to "),
+            f"{forecast.timed} of {counted(forecast.candidates, 'candidate')} timed",
+            f"about {counted(forecast.more_runs, 'step')} to go",
+            self._time_left(forecast),
             "" if times is None else f"so far: {times}",
         ]
         return ", ".join(filter(None, parts))
 
-    def _time_left(self, forecast: Forecast, to: str) -> str:
-        """Return the least and the most time left, from the last runs: the first ones compiled."""
+    def _time_left(self, forecast: Forecast) -> str:
+        """Return the time left at the pace of the last runs: the first ones compiled."""
         (first_run, first_s), (last_run, last_s) = self._recent[0], self._recent[-1]
         if last_run - first_run < LEAST_RUNS:
             return ""
-        each_s = (last_s - first_s) / (last_run - first_run)
-        least, most = (round(each_s * runs) for runs in forecast.runs_left)
-        times = [f"{seconds // 60}:{seconds % 60:02}" for seconds in dict.fromkeys((least, most))]
-        return f"{to.join(times)} left"
+        seconds = round(forecast.more_runs * (last_s - first_s) / (last_run - first_run))
+        return f"{seconds // 60}:{seconds % 60:02} left"
 
     def _write(self, text: str) -> None:
         with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or its reader is gone

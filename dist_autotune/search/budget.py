@@ -12,7 +12,6 @@ from .phases import race_runs, verify_bits
 from .phases.final_comparison import DUEL_RUNS, MOST_RUNS
 from .phases.pace import StepKind
 from .rules import BY_LAUNCH, BY_RUN, Rules
-from .strategies import Asked
 
 RUNS_ALLOWED = 4  # max_runs=None: this many times the runs that the search plans
 
@@ -31,9 +30,6 @@ class Forecast:
     compiling: int = 0  # candidates that are still compiled, on the rank that has most
     contexts: int = 0  # that the session searches
     settled: int = 0  # of them
-    left: int = 0  # candidates that may still win; 0: not known
-    least_trials: int = 0  # still to come
-    most_trials: int = 0
 
     @property
     def more_runs(self) -> int:
@@ -42,18 +38,9 @@ class Forecast:
         return math.ceil(max(self.planned_trials - self.trials, 1) * runs / max(self.trials, 1))
 
     @property
-    def runs_left(self) -> tuple[int, int]:
-        """Return the runs to come, at least and at most, at the pace so far."""
-        each = (self.runs - self.held) / max(self.trials, 1)
-        most = self.most_trials or max(self.planned_trials - self.trials, 1)
-        return math.ceil(min(self.least_trials, most) * each), math.ceil(most * each)
-
-    @property
     def done(self) -> float:
-        """Return the part of the trials that is made, between 0 and 1."""
-        most = self.most_trials or max(self.planned_trials - self.trials, 0)
-        expected = self.trials + (min(self.least_trials, most) + most) / 2
-        return self.trials / expected if expected else 0.0
+        """Return the part of the planned trials that is made, between 0 and 1."""
+        return min(self.trials / max(self.planned_trials, 1), 1.0)
 
     def __str__(self) -> str:
         made = f"{self.timed} of {counted(self.candidates, 'candidate')} timed"
@@ -61,11 +48,7 @@ class Forecast:
         waits = f" ({self.waits} waited for the device)" if self.waits else ""
         if self.compiling:
             made += f" ({self.compiling} still compiling)"
-        least, most = self.runs_left
-        to_go = f"about {counted(self.more_runs, 'run')} to go"
-        if self.left and least < most:
-            to_go = f"{counted(self.left, 'candidate')} left, {least} to {counted(most, 'run')} to go"
-        runs = f"in {counted(self.runs, 'run')}{waits}; {to_go}"
+        runs = f"in {counted(self.runs, 'run')}{waits}; about {counted(self.more_runs, 'run')} to go"
         return f"{made}, {trials} {runs}"
 
 
@@ -86,14 +69,9 @@ class RunsMade:
         elif kind is StepKind.COMPILING:
             self.held += 1
 
-    def forecast(self, rules: Rules, searched: Sequence[Context], runs: int, *, knows_most: bool) -> Forecast:
+    def forecast(self, rules: Rules, searched: Sequence[Context], runs: int) -> Forecast:
         """Return the progress of a session that searches these contexts."""
-        progress = [runs_left(rules, context) for context in searched]
-        knows_most &= all(context.about.final_judge == BY_LAUNCH for context in searched)
         return Forecast(
-            left=sum(left for left, _, _ in progress),
-            least_trials=max((least for _, least, _ in progress), default=0),
-            most_trials=max((most for _, _, most in progress), default=0) if knows_most else 0,
             timed=sum(len(context.times.ms.keys() | context.banned.keys()) for context in searched),
             candidates=sum(context.search.most_tried for context in searched),
             contexts=len(searched),
@@ -129,22 +107,6 @@ class StepTimes:
         times = f"{format_ms(self.before_ms)} -> {format_ms(self.after_ms)} ms"
         left_out = f"; {counted(self.left_out, 'context')} without a gain left out" if self.left_out else ""
         return f"{of} {times} a step ({format_percent(-self.gain_percent)} %{left_out})"
-
-
-def runs_left(rules: Rules, context: Context) -> tuple[int, int, int]:
-    """Return the candidates that may still win, and the least and most runs of the search to come."""
-    if context.settled:
-        return 1, 0, 0
-    search = context.search
-    usable = min(sum(index not in context.banned for index in range(search.raced)), search.most_tried)
-    planned = rules.planned_runs(search.most_tried)
-    if (flow := search.flow) is None:
-        return usable, 1, planned
-    if isinstance(asked := flow.asked, Asked):
-        return asked.left, asked.least, asked.most
-    most = max(planned - flow.made, 1)
-    least = search.most_tried - flow.made if rules.races else most
-    return usable, max(min(least, most), 1), most
 
 
 def planned_runs(rules: Rules, searched: Sequence[Context]) -> int:

@@ -134,8 +134,7 @@ class SearchState:
     def forecast(self) -> Forecast:
         """Return how far the session has come. Any thread may ask."""
         searched = self._searched or self._comparison.undecided  # the last runs compare the searched contexts
-        knows_most = self.run_phase is None and self.verify_bits is None
-        return self._made.forecast(self.rules, searched, self.runs, knows_most=knows_most)
+        return self._made.forecast(self.rules, searched, self.runs)
 
     def _meanwhile(self, name: str) -> Meanwhile:
         """Return what the session knows by now, for the search of a context."""

@@ -30,19 +30,6 @@ class Pause:
     """Ask for a run without a trial, in which ranks compile what is tried next; answered by nan."""
 
 
-class Asked(int):
-    """The candidate to measure next, the candidates left in the race, and the runs to its end."""
-
-    left: int
-    least: int
-    most: int
-
-    def __new__(cls, index: int, left: int, least: int, most: float) -> Asked:
-        asked = super().__new__(cls, index)
-        asked.left, asked.least, asked.most = left, least, max(int(most), least)
-        return asked
-
-
 Flow: TypeAlias = Generator["int | Warmup | Pause", float, int]
 
 
@@ -101,18 +88,12 @@ class RunningFlow:
         self.is_warmup = self.is_paused = False
         self._name = name
         self._candidates = candidates
-        self.asked: int = 0  # as the flow gave it: an `Asked` tells more
         self.count = 0  # which warm-up or sample of its candidate it asks for, from 1
         self._times_asked: Counter[tuple[int, bool]] = Counter()
         with self._named_errors():
             self._flow = strategy(range(candidates), n_warmup=n_warmup, n_repeat=n_repeat)
         if not hasattr(self._flow, "send"):
             raise FlowFailed(f"search={self._name}: returned {self._flow!r}, expected a generator")
-
-    @property
-    def made(self) -> int:
-        """Runs that have been asked for, without the one that is asked for now."""
-        return max(self._times_asked.total() - 1, 0)
 
     def samples(self, index: int) -> int:
         """Return how many samples of a candidate have been asked for."""
@@ -131,8 +112,7 @@ class RunningFlow:
             if isinstance(asked, Pause):
                 self.index = None
                 return None
-            self.asked = asked.index if isinstance(asked, Warmup) else asked
-            self.index = self._checked(self.asked, "asked for")
+            self.index = self._checked(asked.index if isinstance(asked, Warmup) else asked, "asked for")
             self._times_asked[self.index, self.is_warmup] += 1
             self.count = self._times_asked[self.index, self.is_warmup]
             if self.index not in banned:
@@ -226,9 +206,8 @@ def rounds(
     samples = 0
     while samples < _RACING_ROUNDS and (runs_left >= len(alive) or not samples):
         samples += 1
-        most = min(runs_left, (_RACING_ROUNDS - samples + 1) * len(alive))
-        for place, index in enumerate(alive if samples % 2 else reversed(alive)):
-            agreed_ms[index] = yield Asked(index, len(alive), len(alive) - place, most - place)
+        for index in alive if samples % 2 else reversed(alive):
+            agreed_ms[index] = yield index
         runs_left -= len(alive)
         known_ms |= {index: agreed_ms[index] for index in alive}
         if samples == 1:
@@ -268,7 +247,7 @@ def _duel(
         if agreed_ms[first] > noise.widest_tie(samples + made) * agreed_ms[best]:
             break
         for index in (best, first) if (samples + made) % 2 else (first, best):
-            agreed_ms[index] = yield Asked(index, 2, 1, runs - 2 * made)
+            agreed_ms[index] = yield index
         made += 1
         # Else the race has learned it: more looks at two candidates would let one win by luck.
         if samples < _FEW_SAMPLES and (samples + made) % 2 and samples + made > 2:
@@ -336,9 +315,9 @@ def timing_default(
             ran |= {asked.index} if ms != math.inf else set()
         elif not isinstance(asked, Pause) and math.isfinite(ms):
             timed.add(int(asked))
-    for left in range(_OF_DEFAULT, 0, -1):
+    for _ in range(_OF_DEFAULT):
         if default in ran - timed and ms != math.inf:
-            ms = yield Asked(default, 1, left, left)
+            ms = yield default
     return winner
 
 

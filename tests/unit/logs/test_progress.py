@@ -37,12 +37,11 @@ class Seconds:
         return self.now
 
 
-FORECAST = {"timed": 30, "candidates": 60, "contexts": 28, "planned_trials": 206, "left": 40}
+FORECAST = {"timed": 30, "candidates": 60, "contexts": 28, "planned_trials": 24}
 
 
 def standing(runs: int, settled: int) -> Forecast:
-    left = {"least_trials": 30 - runs, "most_trials": 206 - 9 * runs}
-    return Forecast(**FORECAST, **left, runs=runs, trials=runs, settled=settled)
+    return Forecast(**FORECAST, runs=runs, trials=runs, settled=settled)
 
 
 def shown(wanted: bool | None, *, is_first: bool, stderr: io.StringIO) -> str:
@@ -64,12 +63,14 @@ def test_without_a_terminal_it_writes_a_line_at_the_opening_at_each_quarter_and_
     assert shown(None, is_first=True, stderr=io.StringIO()).splitlines() == [
         f"dist_autotune: tuning train_step: {line}"
         for line in (
-            "1 of 28 contexts settled, step 1, 40 of 60 candidates left, 29 to 197 steps to go, "
+            "1 of 28 contexts settled, step 1, 30 of 60 candidates timed, about 23 steps to go, "
             "so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
-            "15 of 28 contexts settled, step 15, 40 of 60 candidates left, 15 to 71 steps to go, "
-            "0:15 to 1:11 left, so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
-            "20 of 28 contexts settled, step 20, 40 of 60 candidates left, 10 to 26 steps to go, "
-            "0:10 to 0:26 left, so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
+            "6 of 28 contexts settled, step 6, 30 of 60 candidates timed, about 18 steps to go, 0:18 left, "
+            "so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
+            "12 of 28 contexts settled, step 12, 30 of 60 candidates timed, about 12 steps to go, 0:12 left, "
+            "so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
+            "18 of 28 contexts settled, step 18, 30 of 60 candidates timed, about 6 steps to go, 0:06 left, "
+            "so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
             "settled after 20 steps, 20 s",
         )
     ]
@@ -95,11 +96,11 @@ def test_a_reader_that_is_gone_stops_nothing(monkeypatch):
 def test_on_a_terminal_it_draws_a_bar_that_fits_80_columns(terminal):
     drawn = re.sub(r"\x1b\[[0-9;]*m", "", shown(None, is_first=True, stderr=terminal))
     lines = [line for line in re.split(r"\x1b\[2K|\r|\n", drawn) if "train_step" in line]
-    under_way = [line for line in lines if "60 left" in line]
+    under_way = [line for line in lines if "60 timed" in line]
     assert under_way[-1].split(maxsplit=3)[3].split("  ") == [
-        "40/60 left",
+        "30/60 timed",
         "3.900 ms (-25 %)",
-        "0:10-0:26 left",
+        "0:04 left",
     ]
     assert "left" not in under_way[2].rpartition("ms")[2]  # three runs say nothing of the time left
     assert lines[-1].endswith("settled")
