@@ -1,7 +1,7 @@
 """Experts on different ranks: dispatch, combine, and a layer between them, against torch's collectives.
 
     ./launch.sh -m benchmarks.ep [--tokens T] [--hidden H] [--intermediate F] [--experts E] [--topk J]
-                                 [--shapes public|decode] [--zipf S] [--json FILE]
+                                 [--shapes public|decode] [--zipf S] [--one-launch] [--json FILE]
 
 T tokens on each rank. The layer is router's choices -> dispatch -> grouped_mm, SwiGLU, grouped_mm -> combine.
 Kernels of ours are tuned first, inside `contextual_autotune(is_dist=True)`.
@@ -246,6 +246,7 @@ def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Rank
     op = ExpertParallel(
         *(shape.tokens, shape.hidden, shape.experts, shape.topk, dtype),
         backend=options.backend,
+        one_launch=None if options.one_launch else False,
         timeout_s=PATIENCE_S,
     )
     x, ids, weights = problem.x, problem.ids, problem.weights
@@ -366,6 +367,7 @@ def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Rank
 
 def main() -> None:
     def add_more(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--one-launch", action="store_true", help="tune whether few take one launch")
         parser.add_argument("--zipf", type=float, default=0.0, help="exponent of the experts' popularity")
 
     lists = {"public": PUBLIC, "decode": DECODE}

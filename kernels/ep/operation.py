@@ -47,8 +47,8 @@ class ExpertParallel(NumberedCalls):
 
     All ranks make the same calls in the same order, see [Note: an exchange ends]. Each holds
     2 * (W + topk) * tokens_per_rank * H elements of symmetric memory. Kernels are tuned inside
-    `contextual_autotune`, and so is whether calls of up to 128 tokens are one launch each way; `one_launch`
-    fixes that, on each rank as it likes.
+    `contextual_autotune`. one_launch: whether calls of up to 128 tokens are one launch each way; None tunes
+    it. Ranks may differ in it.
     """
 
     _agrees = False
@@ -67,7 +67,7 @@ class ExpertParallel(NumberedCalls):
         backend: str = "auto",
         capacity: int | None = None,
         *,
-        one_launch: bool | None = None,
+        one_launch: bool | None = False,
         timeout_s: float = 300.0,
     ) -> None:
         check_sizes(tokens_per_rank=tokens_per_rank, hidden=hidden, experts=experts, topk=topk)

@@ -18,7 +18,7 @@ TUNED = (send_tokens, gather_rows, combine_rows, grade_rows)
 
 
 def opened(experts: int = 6, topk: int = 2, dtype=torch.float32, **options) -> ExpertParallel:
-    options = {"timeout_s": 20.0, **options}
+    options = {"timeout_s": 20.0, "one_launch": None, **options}
     return ExpertParallel(TOKENS, HIDDEN, experts, topk, dtype, **options)
 
 

@@ -156,7 +156,9 @@ def _dispatched_in_fp8(rank: int) -> Cases:
 
     def run() -> bool:
         leave_one_candidate(rank)
-        with ExpertParallel(TOKENS, hidden, 2 * dist.get_world_size(), 2, dtype, timeout_s=20.0) as op:
+        with ExpertParallel(
+            TOKENS, hidden, 2 * dist.get_world_size(), 2, dtype, one_launch=None, timeout_s=20.0
+        ) as op:
             x = (torch.randn(TOKENS, hidden) * torch.logspace(-3, 3, 3).repeat_interleave(128)).to(dtype)
             x[1] = 0
             ids = routing("dropped", TOKENS, op.experts, 2)
