@@ -1,4 +1,4 @@
-"""A GPU whose driver remembers what it is asked, and which streams are in a capture; nothing is copied."""
+"""A GPU whose driver remembers what it is asked; nothing is copied."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,7 +22,6 @@ from dist_autotune.kernels.symm.ranks import SharingRanks
 
 NON_BLOCKING, LOWEST, HIGHEST = 1, 0, -5
 CALLER = 1  # the handle of the caller's stream
-UNJOINED, ISOLATED, CAPTURED = 904, 905, 907  # errors: of a capture's end, and of waits for events
 
 
 SIGNALS = {("write", 0): "write", ("wait", 0): "wait", ("wait", 1): "wait for no other"}  # by their flags
@@ -80,64 +79,6 @@ class PretendedDriver:
 
     def __getattr__(self, name):
         return lambda *_: (0,)
-
-
-class CapturingDriver(PretendedDriver):
-    """Follows captures as CUDA does: who is in one, what each stream of it is behind, what it refuses.
-
-    CUDA lets a stream outside of the capture go on eagerly, as no operation wants: that fails here.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_capturing = False
-        self.in_graph = 0  # commands of the last capture
-        self._behind: dict[int, frozenset[int]] = {}  # by stream of the capture: the commands before its next
-        self._events: dict[int, frozenset[int] | None] = {}  # None: recorded outside of the capture
-        self._commands = itertools.count()
-
-    @contextlib.contextmanager
-    def capture(self) -> Iterator[None]:
-        """Capture what the caller's stream is given in the block."""
-        self.is_capturing, self._behind, self._events = True, {CALLER: frozenset()}, {}
-        yield
-        self.is_capturing, streams = False, self._behind
-        self._behind, self.in_graph = {}, len(streams[CALLER])
-        left = set().union(*streams.values()) - streams[CALLER]
-        assert not left, f"{UNJOINED}: {len(left)} commands of a forked stream are behind no join"
-
-    def _enqueue(self, stream: int) -> None:
-        if self.is_capturing:
-            assert stream in self._behind, "a command beside the capture: its stream was not forked"
-            self._behind[stream] |= {next(self._commands)}
-
-    def cuEventRecord(self, event, stream):
-        self._events[event] = self._behind.get(int(stream))
-        return (0,)
-
-    def cuStreamWaitEvent(self, stream, event, flags):
-        behind, stream = self._events.get(event), int(stream)
-        if behind is None:
-            return (ISOLATED if stream in self._behind else 0,)
-        if not self.is_capturing:
-            return (CAPTURED,)
-        self._behind[stream] = self._behind.get(stream, frozenset()) | behind
-        self._enqueue(stream)  # so a fork that nobody joins is seen even if nothing comes behind it
-        return (0,)
-
-    def cuMemcpyAsync(self, dst, src, size, stream):
-        self._enqueue(int(stream))
-        return super().cuMemcpyAsync(dst, src, size, stream)
-
-    def cuStreamBatchMemOp(self, stream, count, signals, flags):
-        self._enqueue(int(stream))
-        return super().cuStreamBatchMemOp(stream, count, signals, flags)
-
-    def cuStreamWriteValue32(self, stream, *_):
-        self._enqueue(int(stream))
-        return (0,)
-
-    cuStreamWaitValue32 = cuStreamWriteValue32
 
 
 class PretendedMemory(cuda.CudaMemory):
@@ -207,7 +148,7 @@ def install(monkeypatch: pytest.MonkeyPatch, driver: PretendedDriver) -> None:
     monkeypatch.setattr(cuda, "_abandoned_streams", [])
 
 
-def install_for_operations(monkeypatch: pytest.MonkeyPatch, driver: CapturingDriver, world: int) -> None:
+def install_for_operations(monkeypatch: pytest.MonkeyPatch, driver: PretendedDriver, world: int) -> None:
     """Let operations open for rank 0 of `world` GPUs that run no kernel; the warp-specialised ones can."""
     monkeypatch.setattr(calls, "_OPEN", weakref.WeakSet())  # later tests ask none of these operations
     monkeypatch.setattr(calls, "_LEFT", [])
@@ -227,7 +168,7 @@ def install_for_operations(monkeypatch: pytest.MonkeyPatch, driver: CapturingDri
         torch: {"zeros": unpinned},
         torch.cuda: {
             "get_device_properties": lambda device: properties,
-            "is_current_stream_capturing": lambda: driver.is_capturing,
+            "is_current_stream_capturing": lambda: False,
             "synchronize": nothing,
         },
         gemm_launch: {"capability": lambda device: 9},

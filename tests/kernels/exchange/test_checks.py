@@ -1,4 +1,4 @@
-"""That failures of calls are raised before a step takes their results."""
+"""That failures of calls are raised before a step takes their results, and that checks and calls end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from dense_runs import SCATTERING_SUMS
 from operation_runs import message_of, on_ranks
 from operations import factors
-from pretended_cuda import CapturingDriver, install_for_operations
+from pretended_cuda import PretendedDriver, install_for_operations
 
 from dist_autotune import StepTuner
 from dist_autotune.kernels.agreement.errors import PeerTimeout
@@ -115,7 +115,7 @@ def test_a_call_on_another_stream_waits_on_the_device_for_the_last_one(monkeypat
 
 
 def test_a_check_ends_once_a_call_has_failed_though_the_device_does_not(monkeypatch):
-    install_for_operations(monkeypatch, CapturingDriver(), 2)
+    install_for_operations(monkeypatch, PretendedDriver(), 2)
     with GemmReduceScatter(16, 24, torch.float16, timeout_s=0.1, collective=False) as op:
         done, polls = iter([False, False, True]), []
         monkeypatch.setattr(op._memory, "mark", lambda: lambda: polls.append(0) or next(done))
@@ -132,7 +132,7 @@ def test_a_check_ends_once_a_call_has_failed_though_the_device_does_not(monkeypa
 
 def test_a_check_ends_where_a_call_was_not_carried_out_and_the_device_does_not(monkeypatch):
     """Let no kernel be launched beside what waits for a peer that does not come: nobody gives it up."""
-    install_for_operations(monkeypatch, CapturingDriver(), 2)
+    install_for_operations(monkeypatch, PretendedDriver(), 2)
     op = GemmReduceScatter(16, 24, torch.float16, timeout_s=0.1, collective=False)
     began = time.monotonic()
     monkeypatch.setattr(op._memory, "mark", lambda: lambda: time.monotonic() > began + 30)
@@ -152,7 +152,7 @@ ENDS = {
 @pytest.mark.parametrize("fails", ["before", "after"])
 @pytest.mark.parametrize("end", ENDS)
 def test_a_check_of_another_operation_ends_too(monkeypatch, end, fails):
-    install_for_operations(monkeypatch, CapturingDriver(), 2)
+    install_for_operations(monkeypatch, PretendedDriver(), 2)
     sizes = (16, 24, torch.float16)
     operations = [GemmReduceScatter(*sizes, timeout_s=0.1, collective=False)]
     memory, errors = operations[0]._memory, operations[0]._errors
@@ -178,9 +178,24 @@ def test_a_check_of_another_operation_ends_too(monkeypatch, end, fails):
 
 
 def test_an_operation_that_is_dropped_keeps_its_memory_where_kernels_may_still_run(monkeypatch):
-    install_for_operations(monkeypatch, CapturingDriver(), 2)
+    install_for_operations(monkeypatch, PretendedDriver(), 2)
     op = GemmReduceScatter(16, 24, torch.float16, collective=False)
     kept = {id(op._flags), id(op._partial)}
     del op
     gc.collect()
     assert kept <= {*map(id, cuda._abandoned)}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "in_steps"),
+    [
+        ("CUDA_LAUNCH_BLOCKING", "1", True),
+        ("CUDA_LAUNCH_BLOCKING", "0", False),
+        ("LD_PRELOAD", "/usr/lib/libsanitizer-collection.so", True),
+    ],
+)
+def test_where_launches_block_no_kernel_waits_for_a_push_behind_it(monkeypatch, name, value, in_steps):
+    monkeypatch.setenv(name, value)
+    install_for_operations(monkeypatch, PretendedDriver(), 2)
+    with GemmReduceScatter(16, 24, torch.float16, collective=False) as op:
+        assert op._in_steps(is_capturing=False) is in_steps  # each push is enqueued behind its chunk's launch
