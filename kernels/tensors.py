@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-KEPT = 8192  # layouts, of up to 2.6 kB each: what one operation keeps is bounded by 21 MB
+KEPT = 8192  # layouts, of about 6 kB each with their launch: what one operation keeps is bounded by 50 MB
 FP8 = torch.float8_e4m3fn
 MULTIPLE_OF_FP8 = 16  # of the elements of a row: bytes, as TMA wants them
 FP8_CAPABILITY = (8, 9)  # of the first NVIDIA GPUs whose tensor cores take it
