@@ -57,6 +57,18 @@ def test_a_copy_has_whole_lines_of_cache_and_nothing_in_its_padding(size, dtype,
         assert matrix == (room.data_ptr(), *room.shape, whole.stride(0), dtype, transposed)
 
 
+def test_what_tma_cannot_address_is_copied_where_the_product_is_large(monkeypatch):
+    for sizes, is_copied in {
+        (4001, 2003, 999): True,
+        (1021, 1021, 1021): False,
+        (1, 50001, 50001): False,
+    }.items():
+        m, n, k = sizes
+        a, weight, out = (torch.empty(size, dtype=TYPES[0]) for size in ((m, k), (n, k), (m, n)))
+        plan = launching.plan_launch(a, weight.T, out, "auto", 132, tensor_memory=False)
+        assert (plan is not None and plan.copies == copies.Copies(True, True, True)) is is_copied
+
+
 # ---- the way to the launch, which here is done as TMA would
 
 
