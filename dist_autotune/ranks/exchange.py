@@ -35,7 +35,7 @@ FAREWELL_S = 1.0  # how long the deciding rank waits for others to read a sessio
 LARGE_BYTES = 1 << 16  # of a message that is compressed: torch's store takes 8 MiB
 
 
-class Failure(Struct, frozen=True):
+class FailedExchange(Struct, frozen=True):
     """How an exchange has ended without an order: the same on all ranks."""
 
     kind: str  # of `KINDS`
@@ -52,10 +52,10 @@ class Failure(Struct, frozen=True):
 
 
 KINDS = {kind.__name__: kind for kind in (PeerFailed, PeerHasNoConfig, AgreementTimeout, PutAside)}
-_to_bytes, _read_failure = msgpack.Encoder().encode, msgpack.Decoder(Failure).decode
+_to_bytes, _read_failure = msgpack.Encoder().encode, msgpack.Decoder(FailedExchange).decode
 
 
-class Wait(Struct, frozen=True):
+class ExchangeWait(Struct, frozen=True):
     """What an exchange is for, and how long a rank waits in it.
 
     patience_s: after so long it ends, where those that are missing are in no call (`tell_idle`).
@@ -90,7 +90,7 @@ class Exchanges:
         self,
         report: bytes,
         decide: Decide,
-        wait: Wait,
+        wait: ExchangeWait,
         fail_later: Callable[[BaseException], None] | None = None,
     ) -> bytes:
         """Return the order; raises on all ranks alike where there is none, and StoreLost's AgreementTimeout.
@@ -153,7 +153,7 @@ class Exchanges:
 
     # -- one exchange --------------------------------------------------------------------------------------
 
-    def _take_part(self, number: int, report: bytes, decide: Decide, wait: Wait) -> bytes:
+    def _take_part(self, number: int, report: bytes, decide: Decide, wait: ExchangeWait) -> bytes:
         """Return the end of an exchange, as it stands in the store."""
         leads, mine = self._rank == self._leader, f"{number}/{self._rank}"
         awaited = [f"{number}/{rank}" for rank in self._others] if leads else [str(number)]
@@ -184,7 +184,7 @@ class Exchanges:
         self._wait_for(lambda store: _delete(store, old))  # all ranks have come to this exchange
         return result_of(writing, self._limit_s)
 
-    def _awaited(self, waiting: Future[T], number: int, wait: Wait) -> T | None:
+    def _awaited(self, waiting: Future[T], number: int, wait: ExchangeWait) -> T | None:
         """Return what the courier's operation returns; None: a peer has failed, or the time is up."""
         began, timeout_s = time.monotonic(), wait.timeout_s
         deadline, latest = began + timeout_s, began + PATIENCE * timeout_s
@@ -228,7 +228,7 @@ class Exchanges:
 
     # -- ends without an order -----------------------------------------------------------------------------
 
-    def _give_up(self, number: int, wait: Wait) -> bytes:
+    def _give_up(self, number: int, wait: ExchangeWait) -> bytes:
         is_aside, what = self._is_aside(time.monotonic()), wait.what
 
         def write(store: Any) -> bytes:
@@ -239,14 +239,14 @@ class Exchanges:
                 waited_s = min(wait.timeout_s, wait.patience_s)
                 text = f"{names} made no call of it within {waited_s:.3g} s, so {what} counts for no rank"
             kind = PutAside if is_aside else AgreementTimeout
-            return _write_failure(store, number, Failure(kind.__name__, missing, text))
+            return _write_failure(store, number, FailedExchange(kind.__name__, missing, text))
 
         return self._do(write)
 
     def _tell_failure(self, number: int, error: BaseException) -> bool:
         """Write that this rank has failed; return whether the others learn of it in this exchange."""
         kind = PeerHasNoConfig if isinstance(error, NoValidConfig) else PeerFailed
-        failure = Failure(kind.__name__, (self._rank,), described(error)[:2000])
+        failure = FailedExchange(kind.__name__, (self._rank,), described(error)[:2000])
         try:
             is_told = self._do(lambda store: _write_failure(store, number, failure))[:1] == b"F"
         except StoreLost:
@@ -327,7 +327,7 @@ def _delete(store: Any, keys: list[str]) -> None:
         store.delete_key(key)
 
 
-def _write_failure(store: Any, number: int, failure: Failure) -> bytes:
+def _write_failure(store: Any, number: int, failure: FailedExchange) -> bytes:
     """Write how an exchange fails, unless it has ended; return its end."""
     return bytes(store.compare_set(str(number), "", b"F" + _to_bytes(failure)))
 

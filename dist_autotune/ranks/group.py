@@ -17,7 +17,7 @@ import torch.distributed as dist
 from .. import settings
 from ..errors import AgreementTimeout, InvalidOption, PutAside, RankMismatch, TuningError
 from .courier import StoreLost, connections, prefix_of
-from .exchange import Decide, Exchanges, Wait
+from .exchange import Decide, Exchanges, ExchangeWait
 from .questions import CallCount, questions
 from .turns import LocalTurn, Turns
 from .watchdog import Watch, Watchdog
@@ -96,7 +96,7 @@ class ProcessGroup(RankGroup):
     def exchange(
         self, report: bytes, decide: Decide, timeout_s: float, what: str, patience_s: float = math.inf
     ) -> bytes:
-        return self._exchanges.exchange(report, decide, Wait(what, timeout_s, patience_s))
+        return self._exchanges.exchange(report, decide, ExchangeWait(what, timeout_s, patience_s))
 
     def fail(self, error: BaseException) -> None:
         group = self._group()
@@ -121,7 +121,7 @@ class ProcessGroup(RankGroup):
         scout, own = self._connections.scout, f"{self._prefix}/asks/{self.rank}"
         scout.start(lambda store: store.set(own, turns.name))
         try:
-            has_turn = turns.take(turn, Wait(what, timeout_s, patience_s))
+            has_turn = turns.take(turn, ExchangeWait(what, timeout_s, patience_s))
         except PutAside:
             raise
         except AgreementTimeout as error:

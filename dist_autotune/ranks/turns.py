@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from . import exchange
-from .exchange import Exchanges, Wait
+from .exchange import Exchanges, ExchangeWait
 
 START, WITHOUT, LATER = b"start", b"without", b"later"
 PAUSES_S = 0.01, 0.05  # between two asks, drawn anew
@@ -42,7 +42,7 @@ class Turns:
     leads: bool
     fail_session: Callable[[BaseException], None]
 
-    def take(self, turn: LocalTurn, wait: Wait) -> bool:
+    def take(self, turn: LocalTurn, wait: ExchangeWait) -> bool:
         """Take the turn on all ranks; False: no session is opened. Raises as `Exchanges.exchange`."""
         exchanges, told_at = self.exchanges, time.monotonic()
 
