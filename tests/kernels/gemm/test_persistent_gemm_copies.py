@@ -57,7 +57,7 @@ def test_a_copy_has_whole_lines_of_cache_and_nothing_in_its_padding(size, dtype,
         assert matrix == (room.data_ptr(), *room.shape, whole.stride(0), dtype, transposed)
 
 
-def test_what_tma_cannot_address_is_copied_where_the_product_is_large(monkeypatch):
+def test_what_tma_cannot_address_is_copied_where_the_product_is_large():
     for sizes, is_copied in {
         (4001, 2003, 999): True,
         (1021, 1021, 1021): False,
