@@ -19,6 +19,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from benchmarks.common.options import new_parser
+
 SMS, TILE_M, TILE_N = 132, 128, 256
 LINK_GBPS = 350.0
 COPY_MS, FLAG_MS, LAUNCH_MS = 0.015, 0.002, 0.003  # until a copy runs; until a flag is seen; between kernels
@@ -149,6 +151,7 @@ WAYS: dict[str, tuple[tuple[Shape, ...], dict[str, Callable[[Work], float]]]] = 
 
 
 def main() -> None:
+    new_parser(__doc__).parse_args()
     for name, (shapes, ways) in WAYS.items():
         print(f"{name}, ms: {', '.join(ways)}; waves, one launch a chunk -> one; on four: ours, torch fused")
         for shape in shapes:
