@@ -18,7 +18,7 @@ from ..errors import CacheWarning, TuningError
 from ..formatting import one_line
 from ..reports.totals import total_lines
 from ..tables import as_lines, text
-from ..tuner.tuners import Findings
+from ..tuner.report import Findings
 
 
 def open_console(*, stderr: bool = False) -> Console:

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ..formatting import context_label, counted
-from ..tuner.report import labels_by_reason
-from ..tuner.tuners import Findings
+from ..tuner.report import Findings, labels_by_reason
 
 UNSETTLED = ("tuning", "unfinished", "partial")  # statuses
 

@@ -16,7 +16,7 @@ from ..triton_api import interception
 from ..triton_api.interception import INTERCEPTION, PROGRAM
 from ..tuner.base_tuner import BaseTuner
 from ..tuner.calls import Calls
-from ..tuner.tuners import TUNERS
+from ..tuner.report import TUNERS
 
 
 class RunAbandoned(Exception):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import settings
 from ..options import Options
-from ..tuner.tuners import TUNERS, Findings
+from ..tuner.report import TUNERS, Findings
 from .boundaries import Boundary
 from .import_hooks import ImportHooks
 from .program import Program

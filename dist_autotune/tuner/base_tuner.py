@@ -13,8 +13,7 @@ from .. import settings
 from ..errors import InvalidOption, TuningError
 from ..options import Options
 from ..triton_api.interception import INTERCEPTION, has_driver, is_interpreted
-from .report import TuningReport
-from .tuners import TUNERS, Tuners
+from .report import TUNERS, Tuners, TuningReport
 
 if TYPE_CHECKING:
     from ..storage.scope import FunctionScope

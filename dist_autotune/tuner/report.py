@@ -1,7 +1,8 @@
-"""The report of a tuned function's last session."""
+"""The report of a tuned function's last session, and what all tuners of a process have found."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ from ..timing.time_spent import SecondsSpent
 
 if TYPE_CHECKING:
     from rich.console import Group
+
+    from .base_tuner import BaseTuner
 
 MOST_LABELS = 4  # contexts that a remark names
 
@@ -278,3 +281,53 @@ class _Sides:
 def time_order(context: TunedContext) -> tuple[float, str]:
     """Return the key that sorts the largest share of a run's launches first; the others last, by name."""
     return -(context.run_ms or 0.0), context.label
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What one function, loop or program has found, and what stays untuned."""
+
+    report: TuningReport
+    untuned: tuple[tuple[str, Any, str], ...] = ()  # kernel, key, reason
+
+    @property
+    def name(self) -> str:
+        return self.report.function
+
+    @property
+    def contexts(self) -> tuple[TunedContext, ...]:
+        return *self.report.contexts, *self.report.earlier
+
+
+class Tuners:
+    """The tuners that have made a call since `watch`, those that are gone by now with what they had found."""
+
+    def __init__(self) -> None:
+        self._is_watched = False
+        self._alive: weakref.WeakSet[BaseTuner] = weakref.WeakSet()
+        self._ended: list[Findings] = []
+
+    def watch(self) -> None:
+        self._is_watched = True
+
+    def add(self, tuner: BaseTuner) -> None:
+        if self._is_watched:
+            self._alive.add(tuner)
+
+    def leave(self, tuner: BaseTuner) -> None:
+        """Keep what a tuner has found that goes."""
+        if self._is_watched:
+            self._ended += findings_of(tuner)
+
+    def findings(self) -> list[Findings]:
+        found = [each for tuner in list(self._alive) for each in findings_of(tuner)]
+        return [*self._ended, *found]
+
+
+TUNERS = Tuners()
+
+
+def findings_of(tuner: BaseTuner) -> Iterator[Findings]:
+    """Yield what a tuner has found, if it has found something."""
+    if (report := tuner.report) is not None:
+        yield Findings(report, tuner.untuned)

@@ -16,8 +16,7 @@ from dist_autotune.logs import records
 from dist_autotune.logs.writer import SessionLog
 from dist_autotune.reports.history import load_history
 from dist_autotune.reports.tables import history_parts, write_html
-from dist_autotune.tuner.report import TunedContext, TuningReport
-from dist_autotune.tuner.tuners import Findings
+from dist_autotune.tuner.report import Findings, TunedContext, TuningReport
 
 LONG = ", ".join(f"BLOCK_{name}: {64 + place}" for place, name in enumerate("MNKABCDEFGH"))
 OPTIONS = "num_warps: 4, num_ctas: 1, num_stages: 3, maxnreg: None, ir_override: None"
