@@ -22,7 +22,7 @@ from .sorting_kernels import count_choices, place_choices
 
 SEGMENTS = 4 if INTERPRETED else 16  # of all positions, counted and placed side by side
 BLOCK_POSITIONS = 64 if INTERPRETED else 1024
-BLOCK_COLUMNS = 128 if INTERPRETED else 4096
+BLOCK_COLUMNS = 128 if INTERPRETED else 4096  # that a program copies at a time; twice as many of few tokens
 KEYS, POSITIONS = (32, 32) if INTERPRETED else (16, 512)  # of a dispatch in one launch
 PART_COLUMNS = 32 if INTERPRETED else 2048  # that a program adds, of a combine in one launch
 SIDE_BY_SIDE = 4  # rows that it reads at once: 4096 tokens of an H200 take 0.84 of the time with one
@@ -114,9 +114,8 @@ class Launches:
 
     # ---- the launches
 
-    @property
-    def _of_row(self) -> dict[str, int]:
-        block = min(triton.next_power_of_2(self.sizes.hidden), BLOCK_COLUMNS)
+    def _of_row(self, *, at_once: bool = False) -> dict[str, int]:
+        block = min(triton.next_power_of_2(self.sizes.hidden), BLOCK_COLUMNS << at_once)
         shape = {"H": self.sizes.hidden, "K": self.sizes.topk}
         return {**shape, "WORLD": self._memory.world_size, "BLOCK": block}
 
@@ -145,7 +144,7 @@ class Launches:
             *(self._sent_to, self._errors, self._state, d.rows, d.sources, d.places, d.offsets),
             *(size_class(len(x)), len(x), sizes.tokens, sizes.experts, sizes.capacity, self.rank),
             *(patience_ticks, x.stride(0)),
-            **self._of_row,
+            **self._of_row(at_once=at_once),
             RANKS=triton.next_power_of_2(world),
             WEIGHTED=weights is not None,
             TO_ALL=to_all or fp8,
@@ -180,7 +179,7 @@ class Launches:
         gather_rows[self._grid(sizes.capacity)](
             *(x.detach(), self.tokens.local, d.rows, d.sources, d.offsets, self._state),
             *(size_class(len(x)), len(x), sizes.tokens, sizes.experts, self.rank, x.stride(0)),
-            **self._of_row,
+            **self._of_row(),
             FP8=fp8,
         )
 
@@ -199,7 +198,7 @@ class Launches:
 
         rows: of this rank's experts, None if they are where those of peers are.
         """
-        sizes, tokens, of_row = self.sizes, len(d.topk_ids), self._of_row
+        sizes, tokens, of_row = self.sizes, len(d.topk_ids), self._of_row(at_once=returns and sums)
         given = self._choices.local if rows is None else rows.detach()
         part = min(PART_COLUMNS, of_row["BLOCK"]) if returns else of_row["BLOCK"]
         parts = tokens * triton.cdiv(sizes.hidden, part) * sums
@@ -225,7 +224,7 @@ class Launches:
             *(self.flags.local, self._graded_to, d.sources, d.offsets, self._errors, self._state),
             *(size_class(len(grad)), len(grad), sizes.tokens, sizes.experts, self.rank, patience_ticks),
             *(grad.stride(0), rows.stride(0)),
-            **self._of_row,
+            **self._of_row(),
         )
 
     def collect(self, ids: torch.Tensor, out: torch.Tensor, patience_ticks: int) -> None:

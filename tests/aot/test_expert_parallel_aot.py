@@ -32,11 +32,12 @@ STRIDES = (
     "K",
 )
 OF_ROW = {"H": 7168, "K": 8, "WORLD": 4, "BLOCK": 4096}
+WIDE = {"BLOCK": 8192}
 PLACED = {"KEYS": 16, "POSITIONS": 512}
 OF_POSITIONS = {"K": 8, "WORLD": 4, "RANKS": 4, "FP8": False, "BLOCK": 1024}
 OF_SENDING = {**OF_ROW, "RANKS": 4, "WEIGHTED": True, "TO_ALL": True, "FP8": False, "CHOICES": 8}
 # Bytes of a thread, by which ptxas fits one more block on an SM; scalar registers, in lanes of a vector one.
-SPILLED = {"dispatch at once": 24, ("dispatch at once", "hip"): 64}
+SPILLED = {"dispatch at once": 8, ("dispatch at once", "hip"): 64}
 IN_FP8 = {"WEIGHTED": False, "TO_ALL": True}
 OF_COMBINE = {**OF_ROW, "ALL_RETURNED": False, "PART": 4096, "SIDE_BY_SIDE": 4}
 FORMS_OF_KERNELS = {
@@ -46,14 +47,14 @@ FORMS_OF_KERNELS = {
     ),
     "dispatch at once": (
         dispatch_kernels.send_tokens,
-        {**OF_SENDING, "WEIGHTED": False, "AT_ONCE": True, "GATHERS": True, **PLACED},
+        {**OF_SENDING, "WEIGHTED": False, "AT_ONCE": True, "GATHERS": True, **PLACED, **WIDE},
     ),
     "gather_rows": (dispatch_kernels.gather_rows, {**OF_ROW, "FP8": False}),
     "return_rows": (combine_kernels.combine_rows, {**OF_COMBINE, "RETURNS": True, "SUMS": False}),
     "sum_rows": (combine_kernels.combine_rows, {**OF_COMBINE, "RETURNS": False, "SUMS": True}),
     "combine at once": (
         combine_kernels.combine_rows,
-        {**OF_COMBINE, "RETURNS": True, "SUMS": True, "PART": 2048},
+        {**OF_COMBINE, "RETURNS": True, "SUMS": True, "PART": 2048, **WIDE},
     ),
     "grade_rows": (combine_kernels.grade_rows, OF_ROW),
     "collect_dots": (combine_kernels.collect_dots, {"K": 8, "WORLD": 4, "BLOCK": 1024}),
