@@ -47,7 +47,6 @@ class SessionOpened(Record, frozen=True, kw_only=True, tag="session_opened"):
     started_at: str  # wall clock, ISO 8601, UTC: for people, never for decisions
     clock: str = ""
     node: str = ""  # the name of this rank's host
-    continues: str = ""  # the session whose contexts it takes up; empty: it begins with none
     max_runs: int | None = None
     budget_s: float | None = None
     overhead: float | None = None

@@ -28,8 +28,6 @@ from ..timing.time_spent import SecondsSpent
 from ..tuner.report import TuningReport, time_order
 from .contexts import ContextHistory, is_sample, of_kind, percent_over
 
-Contexts = dict[str, list[ContextRecord]]
-
 
 @dataclass(frozen=True)
 class Straggler:
@@ -158,11 +156,10 @@ def load_history(directory: Path) -> History:
         for record in read_records(path, skipped[path.name]):
             if record.session:  # the exchange that names a session is logged before it has its name
                 records.setdefault(record.session, []).append(record)
-    known: dict[str, Contexts] = {}
     sessions = []
     for own in records.values():
         if opened := of_kind(own, SessionOpened):
-            sessions.append(_session(opened[0], own, known))
+            sessions.append(_session(opened[0], own))
         else:
             for record in own:
                 skipped[f"rank-{record.rank}.jsonl"]["of a session whose opening is lost"] += 1
@@ -175,23 +172,17 @@ def _in_order(path: Path) -> tuple[bool, int, str]:
     return ".older." not in path.name, len(path.name), path.name
 
 
-def _session(opened: SessionOpened, records: Sequence[Record], known: dict[str, Contexts]) -> SessionHistory:
-    """Return one session. known: the contexts of the sessions before it, to which it adds its own."""
-    earlier = known.get(opened.continues, {})
-    contexts: Contexts = {}
+def _session(opened: SessionOpened, records: Sequence[Record]) -> SessionHistory:
+    """Return one session, with the contexts that it has tried or settled, where there was a choice."""
+    contexts: defaultdict[str, list[ContextRecord]] = defaultdict(list)
     for record in of_kind(records, ContextRecord):
-        contexts.setdefault(record.context, []).append(record)
-    for context, own in contexts.items():
-        before = earlier.get(context, [])
-        trials = [trial for trial in of_kind(own, Trial) if trial.kind != "incumbent"]
-        if of_kind(before, ContextSettled) and not of_kind(own, ContextSettled) and not trials:
-            contexts[context] = [*before, *own]  # only launched here: shown as it was settled
-    known[opened.session] = {**earlier, **contexts}
-    is_alone = opened.world_size == 1
+        contexts[record.context].append(record)
     shown = []
     for own in contexts.values():
         counts = [len(record.candidates) for record in of_kind(own, ContextAdmitted)]
-        if max(counts, default=2) > 1:  # a choice, as is one whose admission is lost
-            shown.append(ContextHistory(tuple(own), is_alone))
+        is_choice = max(counts, default=2) > 1  # as is one whose admission is lost
+        is_tried = any(trial.kind != "incumbent" for trial in of_kind(own, Trial))
+        if is_choice and (is_tried or of_kind(own, ContextSettled)):
+            shown.append(ContextHistory(tuple(own), opened.world_size == 1))
     shown.sort(key=lambda context: time_order(context.tuned))
     return SessionHistory(opened, tuple(records), tuple(shown))

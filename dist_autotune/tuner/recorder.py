@@ -53,8 +53,8 @@ class Recorder:
         elapsed_s = time.monotonic() - self._began
         return structs.replace(record, session=self.session, rank=self._rank, elapsed_s=elapsed_s)
 
-    def record_opening(self, session: str, *, continues: str) -> None:
-        """Write that the session `session` is open; continues: the one before it."""
+    def record_opening(self, session: str) -> None:
+        """Write that the session `session` is open."""
         self.session = session
         function, options = self._function, self._function.options
         opened = SessionOpened(
@@ -68,7 +68,6 @@ class Recorder:
             started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             clock=type(function.clock).__name__,
             node=socket.gethostname(),
-            continues=continues,
         )
         self._log.write(self._stamped(opened))
 

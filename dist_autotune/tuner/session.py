@@ -197,10 +197,9 @@ class Session(Exchanges):
                 order = self._ordered_opening()
                 remarks = state.open(order)
             assert order.opening is not None
-            orders, session = state.orders, order.opening.session  # the opening may have made new ones
+            state.orders.session = session = order.opening.session
             self._run.shares_clock = order.opening.shares_clock
-            continues, orders.session = orders.session, session
-            self._recorder.record_opening(session, continues=continues)
+            self._recorder.record_opening(session)
             for remark in remarks:
                 self._recorder.write(Note(text=remark))
 
