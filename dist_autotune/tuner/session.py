@@ -27,15 +27,15 @@ from ..timing.device_errors import as_launch_failed
 from ..timing.time_spent import TimeSpent
 from ..triton_api.interception import INTERCEPTION
 from . import diagnosis
-from .exchanges import Exchanges, SessionStage
 from .function_state import FunctionState
 from .recorder import Recorder, outcome_of
 from .report import TuningReport, step_times
+from .session_exchanges import SessionExchanges, SessionStage
 
 T = TypeVar("T")
 
 
-class Session(Exchanges):
+class Session(SessionExchanges):
     """One session on this rank, from the exchange that opens it until every context is settled."""
 
     def __init__(self, state: FunctionState, log_dir: Path | None, *, is_of_program: bool) -> None:

@@ -7,10 +7,10 @@ import torch.distributed as dist
 from kernels_for_tests import Bench, launch, numbers, records
 from rank_programs import TIMEOUT_S, blocks_of, tune
 
-from dist_autotune.tuner import exchanges
+from dist_autotune.tuner import session_exchanges
 from ranks import assert_all_ok, meet, run_ranks
 
-WAIT_S = exchanges.PATIENCE_S + 2.0  # on a busy machine
+WAIT_S = session_exchanges.PATIENCE_S + 2.0  # on a busy machine
 
 
 @pytest.mark.parametrize("mode", ["online", "replay"])
@@ -46,7 +46,7 @@ def test_a_rank_whose_loader_is_slow_is_waited_for_over_all_steps_between_two_ex
             time.sleep(0.2 * rank)  # the loader
             step()
         apart = 40 - sum(event.event == "exchanged" for event in records(rank=rank))
-        return apart > exchanges.PATIENCE_S / 0.2, step.untuned
+        return apart > session_exchanges.PATIENCE_S / 0.2, step.untuned
 
     results = run_ranks(program, 2)
     assert assert_all_ok(results) == [(True, ())] * 2

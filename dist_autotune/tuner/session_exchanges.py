@@ -50,7 +50,7 @@ OVER = SessionStage.CLOSED, SessionStage.FAILED
 ORDERED_ERRORS = {kind.__name__: kind for kind in (NoValidConfig, RankMismatch, FlowFailed)}
 
 
-class Exchanges(abc.ABC):
+class SessionExchanges(abc.ABC):
     """What a `Session` shares with its peers: each exchange ends in an order, or in an error on all ranks."""
 
     def __init__(self, state: FunctionState, recorder: Recorder, log_dir: str | None) -> None:
