@@ -75,7 +75,6 @@ def report(
         Path | None, typer.Option(help="Write the tables, with all candidates, as one HTML page.")
     ] = None,
     kernel: Annotated[str, typer.Option(help="Show only kernels with this in their name.")] = "",
-    session: Annotated[str, typer.Option(help="Show the session whose name begins so.")] = "",
     every: EverySession = False,
     all_candidates: Annotated[
         bool,
@@ -84,7 +83,7 @@ def report(
 ) -> None:
     """Show what the logs tell: winners, spread over ranks, stragglers, what each rank alone would choose."""
     history = _read(directory)
-    shown = _chosen(history, kernel, session, every)
+    shown = _chosen(history, kernel, every)
     if html is None:
         terminal.open_console().print(*history_parts(history, shown, all_candidates=all_candidates), sep="\n")
     else:
@@ -113,14 +112,9 @@ def examine_machine(as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-def _chosen(history: History, kernel: str, session: str, every: bool) -> list[SessionHistory]:
-    """Return the chosen sessions, at least one; else end the command and name the sessions there are."""
+def _chosen(history: History, kernel: str, every: bool) -> list[SessionHistory]:
+    """Return the chosen sessions, at least one; else end the command and name the kernels there are."""
     chosen = history.sessions if every else history.newest()
-    if session:
-        chosen = tuple(each for each in history.sessions if each.opened.session.startswith(session))
-        if not chosen:
-            names = ", ".join(each.opened.session for each in history.sessions[-8:])
-            terminal.fail(f"No session {session!r} in {history.directory}. The newest: {names}")
     shown = [found for each in chosen if (found := each.of_kernels(kernel)).contexts or not kernel]
     if not shown:
         known = {context.tuned.kernel for each in chosen for context in each.contexts}

@@ -146,7 +146,6 @@ def test_cache_clear_asks_first(tmp_cache: Path) -> None:
 # ---- mistakes
 
 MISTAKES = {
-    "report logs --session b": ["No session 'b'", "aa1"],
     "report logs --kernel add": ["No kernel 'add'", "matmul"],
     "report logs --html away/all": ["No such file or directory: 'away/all'"],
     "report nowhere": ["There is no directory nowhere", "dist-autotune report DIR"],
