@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 from launch_path import (
@@ -18,7 +17,7 @@ from launch_path import (
     launched,
     launching,
 )
-from settled_cases import ALL, CAPACITY, SPECIALIZED, Caller, K, Launches, N
+from settled_cases import ALL, Caller, Launches
 
 from dist_autotune import contextual_autotune
 from dist_autotune.compilation import preflight as compiling
@@ -79,33 +78,6 @@ def test_another_operation_launches_with_its_own_tensors_and_rank_and_shares_wha
     for name, tensor in caller.tensors.items():
         address = values[f"{name}_desc"][0] if f"{name}_desc" in values else values[f"{name}_ptr"]
         assert address == tensor.data_ptr(), name
-
-
-@pytest.mark.parametrize(
-    "world", [SPECIALIZED["GemmReduceScatter, specialized"]], ids=["scatter"], indirect=True
-)
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-def test_chunks_are_launched_at_once_or_each_alone_with_its_own_grid_and_the_same_tuning(
-    world, asked, captured
-):
-    caller, rows = world.caller(), 192
-    op, (block_m, block_n) = caller.operation, (64, 128)
-    for _ in range(2):  # the short way launches what the long one does
-        with mock.patch.object(op, "_in_steps", return_value=captured):
-            caller.call()
-    launches = [world.named(made) for made in world.device.launches]
-    chunks = [(0, 1), (1, 1)] if captured else [(0, 2)]
-    assert [(each["first"], each["chunks"]) for each in launches] == chunks * 2
-    assert len(asked) == len(chunks)
-    assert len(world.of.kernel.cache) == 1
-    capacity = CAPACITY // 2  # rows of a rank
-    numbers = {"M": 2 * rows, "N": N, "K": K, "capacity": capacity, "size_class": rows}
-    numbers |= {"patience_ticks": op._patience_ticks, "staged_ptr": op._staged.local.data_ptr()}
-    for made, named in zip(world.device.launches, launches, strict=True):
-        tiles = rows // block_m * (N // block_n)
-        assert made.grid == (named["chunks"] * tiles, 1, 1)
-        assert numbers.items() <= named.items()
-        assert named["partial_desc"][:3] == (op._partial.data_ptr(), capacity, N)
 
 
 # ---- when the tuner is asked

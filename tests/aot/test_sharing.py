@@ -69,20 +69,6 @@ def test_a_rank_compiles_as_many_at_a_time_as_its_share_of_the_cores_behind_runs
     assert CompileOptions(rank, ranks, in_background=behind, jobs=5).workers == 5
 
 
-def test_a_candidate_that_a_peer_is_slow_to_compile_is_taken_from_whoever_is_first(
-    device, compiler, tmp_path
-):
-    def program(rank: int) -> Preflight:
-        compiler.behaves({GOOD: "spin"} if rank == 1 else {})
-        if rank == 0:
-            compiler.wait_for(GOOD)
-        return preflight(GOOD, local_rank=rank, local_ranks=2)
-
-    zero, one = assert_all_ok(run_ranks(program, 2, init="none"))
-    assert (zero.counts.compiled, one.counts.from_peers) == (1, 1)
-    assert compiler.processes_left() == []
-
-
 def test_a_killed_rank_stops_neither_its_peer_nor_leaves_its_compiler(device, compiler):
     def program(rank: int) -> Preflight | None:
         if rank == 1:

@@ -8,10 +8,10 @@ import time
 
 import pytest
 from crash_programs import EXHAUSTIVE, MS, alone, die, guards, program, scripted, summary, value_of
-from kernels_for_tests import Bench, double, launch, numbers, records
+from kernels_for_tests import Bench, launch, numbers, records
 from rank_programs import TIMEOUT_S, ending, raise_, tune
 
-from dist_autotune import CacheWarning, TuningError
+from dist_autotune import CacheWarning
 from dist_autotune.search.messages import EXACT
 from dist_autotune.storage.crash_guard import CrashGuard
 from dist_autotune.storage.winners import Winners
@@ -103,50 +103,6 @@ def test_an_orderly_end_bans_nothing(tmp_cache, leave):
     second = value_of(program)
     assert (second["banned"], second["blocks"]) == ({}, EVERYTHING)
     assert guards(tmp_cache) == []
-
-
-def two_kernels(rank, dies_in=None):
-    bench, x = Bench(), numbers()
-    first = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-
-    def launched(block, value):
-        if dies_in == "second launch" and block == 32:
-            kill()
-        return value
-
-    times = {
-        16: lambda _: launched(16, 1.0),
-        32: lambda _: launched(32, 2.0),
-        64: lambda _: launched(64, 3.0),
-    }
-    second = bench.kernel(times, double)
-
-    def thunk():
-        y = launch(first, x)
-        launch(second, x)
-        if dies_in == "between" and bench.blocks("add")[-1] == 32:
-            kill()
-        return y
-
-    step = bench.tune(thunk)
-    step()
-    return summary(bench, step)
-
-
-@pytest.mark.parametrize(
-    ("dies_in", "banned", "winners"),
-    [
-        ("second launch", ["double BLOCK: 32"], {"add64": 32, "double64": 16}),
-        ("between", ["add BLOCK: 32", "double BLOCK: 32"], {"add64": 64, "double64": 16}),
-    ],
-)
-def test_the_candidate_inside_its_launch_is_banned_else_all_that_were_new_in_the_run(
-    tmp_cache, dies_in, banned, winners
-):
-    dies_twice(two_kernels, dies_in)
-    second = value_of(two_kernels)
-    assert sorted(second["banned"]) == banned
-    assert second["winners"] == winners
 
 
 # ---- whose guard is whose
@@ -299,16 +255,3 @@ def twice(rank, cache, event):
     bench.forget()
     step()
     return first.partition(":")[0], summary(bench, step, rank)
-
-
-def test_after_a_dropped_session_the_next_of_these_processes_starts_anew_but_keeps_bans(tmp_cache):
-    dying = (1, (32, 1), lambda: die(signal.SIGKILL))
-    for _ in range(2):
-        assert run_ranks(twice, 2, tmp_cache, dying, init="tcp")[1].signal == signal.SIGKILL
-    failing = (0, (64, 1), lambda: raise_(TuningError("no")))  # drops the session, unlike the user's own
-    zero, one = assert_all_ok(run_ranks(twice, 2, tmp_cache, failing))
-    assert (zero[0], one[0]) == ("TuningError", "PeerFailed")
-    for _, found in (zero, one):
-        assert found["blocks"] == [16] * 3 + [64] * 4
-        assert list(found["banned"]) == ["add BLOCK: 32"]
-    assert guards(tmp_cache) == []

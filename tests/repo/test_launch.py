@@ -1,10 +1,7 @@
 """launch.sh: the command that it puts together on each kind of machine, and one real start."""
 
-import itertools
 import os
-import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -153,52 +150,3 @@ def test_all_tests_have_several_workers_and_those_on_gpus_and_chosen_ones_none(m
     assert "-n " not in line
     (line,) = machine.run("test", "program.py", "-k", "some").stdout.splitlines()
     assert line.endswith("pyproject.toml program.py -k some")
-
-
-@pytest.mark.torchrun
-@pytest.mark.slow
-def test_a_python_that_has_the_libraries_starts_two_cpu_ranks_and_a_failing_rank_fails_the_command(tmp_path):
-    """It needs no package index: the environment that is made sees the libraries."""
-    tree = tmp_path / "tree"
-    for name in ("dist_autotune", "kernels"):
-        shutil.copytree(LAUNCH.parent / name, tree / name)
-    for name in ("launch.sh", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(LAUNCH.parent / name, tree)
-    libraries = tmp_path / "libraries"  # of this environment, all but the project
-    libraries.mkdir()
-    places = [Path(place) for place in sys.path if Path(place, "torch").is_dir() or "site-packages" in place]
-    for path in itertools.chain.from_iterable(place.iterdir() for place in places):  # .pth files add some
-        if "dist_autotune" not in path.name and not (libraries / path.name).exists():
-            (libraries / path.name).symlink_to(path)
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import os, pathlib, sys, time\n"
-        "import dist_autotune.kernels as kernels\n"
-        "rank = os.environ['RANK']\n"
-        "facts = [rank, os.environ['WORLD_SIZE'], os.environ['TRITON_INTERPRET']]\n"
-        "facts += [sys.prefix, kernels.__file__]\n"
-        "pathlib.Path('written').joinpath(rank).write_text('|'.join(facts + sys.argv[1:]))\n"
-        "pathlib.Path('written').joinpath(rank).rename(f'rank-{rank}')\n"
-        "while not pathlib.Path('rank-0').exists(): time.sleep(0.01)\n"
-        "sys.exit(3 if rank == '1' else 0)\n"
-    )
-    Path("written").mkdir()
-    environ = {name: value for name, value in os.environ.items() if name not in CLEARED} | {
-        "PATH": f"{sys.base_prefix}/bin:{os.environ['PATH']}",
-        "PYTHONPATH": str(libraries),
-        "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": "",
-    }
-    # torchrun alone calls --m an ambiguous abbreviation
-    command = [tree / "launch.sh", "--cpu", program, "one", "two words", "--m", "3"]
-    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
-    assert result.returncode != 0
-    made, installed, device = result.stderr.splitlines()[:3]
-    assert made == f"launch.sh: making the virtual environment {tree}/.venv --system-site-packages"
-    assert installed.endswith(f"--no-build-isolation -e {tree}")
-    assert "2 CPU ranks (gloo, " in device
-    expected = ["2", "1", f"{tree}/.venv", f"{tree}/kernels/__init__.py", "one", "two words", "--m", "3"]
-    assert [Path(f"rank-{rank}").read_text().split("|") for rank in range(2)] == [
-        ["0", *expected],
-        ["1", *expected],
-    ], result.stderr

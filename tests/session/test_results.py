@@ -1,7 +1,6 @@
 """Where results are found: Triton's own objects, its listeners, the report."""
 
 import random
-import threading
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from kernels_for_tests import (
     numbers,
     only,
 )
-from thread_switches import beside, frequent_switches
 from triton import knobs
 from triton.runtime.autotuner import Autotuner
 
@@ -106,24 +104,6 @@ def test_the_listener_hears_of_every_final_result(bench, kernel, monkeypatch):
 
 
 # ---- the report and what is settled
-
-
-def test_any_thread_may_read_the_report_at_any_moment(bench):
-    tuned = bench.tuned({block: float(block) for block in range(16, 16 * 120, 16)}, cache=False, log_dir=None)
-    is_over, errors = threading.Event(), []
-
-    def read():
-        while not is_over.is_set():
-            try:
-                str(tuned.report)
-            except RuntimeError as error:
-                errors.append(error)
-
-    with frequent_switches(), beside(read, is_over):
-        for _ in range(5):
-            tuned()
-            tuned.retune()
-    assert errors == []
 
 
 def test_the_gain_over_a_first_config_that_is_ten_times_slower_is_told(bench):

@@ -197,26 +197,3 @@ def test_the_winner_of_a_near_tie_is_the_same_in_57_of_60_sessions(monkeypatch):
         option_winner(VirtualGpus(1).install(monkeypatch), ms, Random(session)) for session in range(60)
     )
     assert found[0] >= 57, found
-
-
-# ---- functions that the host is slower at than the device
-
-HOST_MS, DEVICE_MS = 30.0, 10.0
-
-
-def test_options_of_a_host_bound_function_are_not_decided_by_the_hosts_noise(monkeypatch):
-    ms = [0.50, 0.45, 0.47]  # what the host hides
-    found = []
-    for seed in range(10):
-        (gpu,) = gpus = VirtualGpus(1).install(monkeypatch)
-
-        def step(gpu: VirtualGpu = gpu, random: Random = Random(seed)) -> None:  # noqa: B008
-            for _ in range(10):
-                gpu.launch(DEVICE_MS / 10, host_ms=HOST_MS / 10 * random.uniform(0.8, 1.2))
-            gpu.launch(ms[tunable("way", [0, 1, 2])], host_ms=0.0)
-            gpu.synchronize()
-
-        tuned = gpus.tuned(step)
-        tuned()
-        found.append(only(tuned.report).config)
-    assert found == [0] * 10

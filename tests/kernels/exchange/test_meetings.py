@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from dense_runs import GATHERING_ROWS, error_ratio, gathered_by_torch
 from every_operation import EVERY, each
-from operation_runs import device, message_of, on_ranks, synchronize, values
+from operation_runs import device, message_of, on_ranks, synchronize
 from operations import factors
 from rank_programs import wait_for
 from tp_runs import in_workspaces
@@ -34,61 +34,27 @@ def opened(rank, runs):
     return op, functools.partial(runs.call, op, operands, runs.new_out(op, rows, operands), rows)
 
 
-def noted(events, op, name, event):
-    """Append `event()` behind each call of a method, or before it, if it launches."""
-    method = getattr(op, name)
-
-    def called(*args, **kwargs):
-        if name != "_allocate_results":
-            events.append(event())
-        result = method(*args, **kwargs)
-        if name == "_allocate_results":
-            events.append(event())
-        return result
-
-    setattr(op, name, called)
-
-
-def late_peer(rank, runs, meets):
-    """Let rank 1 come when rank 0 has; return whether rank 0 saw it before its launches, and is right."""
+@each(EVERY)
+@on_ranks(2)
+def test_kernels_begin_when_all_peers_have_come(rank, runs):
+    """Let rank 1 come when rank 0 has: rank 0 is to launch when it sees it."""
     op, call = opened(rank, runs)
     with op:
-        expected, came, events = call().clone(), Path("came"), []
-        if meets:
-            op.meet_first()
-            op.meet_first()  # a second time changes nothing
-        noted(
-            events,
-            op,
-            "_exchange" if runs.name == "GemmAllReduce" else "_launch",
-            lambda: (came.exists(), Path(f"launched {rank}").touch())[0],
-        )
+        expected, came, seen = call().clone(), Path("came"), []
+        op.meet_first()
+        op.meet_first()  # a second time changes nothing
+        name = "_exchange" if runs.name == "GemmAllReduce" else "_launch"
+        launch = getattr(op, name)
+        setattr(op, name, lambda *args, **given: (seen.append(came.exists()), launch(*args, **given))[1])
         meet()
         if rank == 1:
-            if meets:
-                here = op._meeting._arguments[0]
-                wait_for(lambda: here[0] == 1)
-                time.sleep(0.1)  # on purpose: rank 0 is to find this one away
-            else:
-                wait_for(Path("launched 0").exists)
+            here = op._meeting._arguments[0]
+            wait_for(lambda: here[0] == 1)
+            time.sleep(0.1)  # on purpose: rank 0 is to find this one away
             came.touch()
-        elif not meets:
-            noted(events, op, "_allocate_results", came.exists)
-        result = call()
-        return events[:2], torch.equal(result, expected)
-
-
-@each(EVERY)
-def test_kernels_begin_when_all_peers_have_come(runs):
-    (events, is_right), (_, is_right_too) = values(late_peer, 2, runs, True)
-    assert events
-    assert all(events)
-    assert is_right
-    assert is_right_too
-
-
-def test_without_it_they_begin_at_once():
-    assert values(late_peer, 2, GATHERING_ROWS, False)[0] == ([False, False], True)
+        assert torch.equal(call(), expected)
+    assert seen
+    assert all(seen)
 
 
 def calls_without_a_peer(rank, runs, meets):
@@ -133,12 +99,6 @@ def test_all_layers_of_a_group_meet_first_also_in_workspaces_that_are_opened_lat
     assert step(6).shape == (6, 4)
     assert [each.operation._meeting is not None for each in WORKSPACES.open.values()] == [True, True]
     tp.release()
-
-
-def test_one_rank_has_nobody_to_meet():
-    with GATHERING_ROWS.alone(ROWS, 16) as op:
-        op.meet_first()
-        assert GATHERING_ROWS.call_and_compare(op, [ROWS], 32) < 1
 
 
 @pytest.mark.gpu(devices=2)

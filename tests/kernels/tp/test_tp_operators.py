@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
-from torch._higher_order_ops.effects import with_effects
 from torch.fx.experimental.proxy_tensor import make_fx
 from tp_runs import assert_close, block, in_workspaces, tensor_of
 
@@ -110,27 +107,6 @@ def test_a_graph_keeps_every_call_that_peers_wait_for(rank):
         ops.moe_reduce_scatter: (y, weight, words, None, 1, name),
     }.items():
         assert calls_kept(operator, arguments, x) == 1, operator
-
-
-@in_workspaces(2)
-def test_independent_calls_of_a_compiled_graph_keep_their_order(rank):
-    """Call twice, with other sizes on each rank; each call needs the token of the one before."""
-    up, gate = (tensor_of(0, rows, 8, seed=rows) for rows in ((12, 64), (64, 12))[rank])
-    linked = []
-
-    def look_at(graph_module, _):
-        calls = [node for node in graph_module.graph.nodes if node.target is with_effects]
-        linked.append([node.args[0].args[0] for node in calls[1:]] == calls[:-1] and len(calls))
-        return make_boxed_func(graph_module.forward)
-
-    def layer(x):
-        return [tp.all_gather_matmul(x, weight) for weight in (up, gate)]
-
-    x = tensor_of(rank, 4, 8)
-    backend = aot_autograd(fw_compiler=look_at, bw_compiler=look_at)
-    results = torch.compile(layer, fullgraph=True, backend=backend)(x)
-    torch.autograd.grad(sum(each.sum() for each in results), [x, up, gate])
-    assert linked == [2, 2]  # forward, and backward
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # that torch itself uses
