@@ -109,23 +109,20 @@ def clear(
     """Delete entries: the chosen ones, or all, damaged ones too, and the crash guards of ended processes."""
     cache = _open_cache()
     assert cache.directory is not None
-    if kernels or key or older_than:
-        before = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=older_than)
-        chosen = [
-            each
-            for each in _chosen(cache, kernels, "", key)
-            if not older_than or each.created_at <= before.isoformat(timespec="seconds")
-        ]
-        if chosen and not yes:
-            typer.confirm(f"Delete {_entries(len(chosen))} of {cache.directory}?", abort=True)
-        cache.remove(chosen)
-        terminal.echo(f"Deleted {_entries(len(chosen))} in {cache.directory}")
-        return
-    if not yes:
-        typer.confirm(f"Delete all entries in {cache.directory}?", abort=True)
-    count = remove_abandoned(cache.directory)
-    guards = f" and {counted(count, 'crash guard')}" if count else ""
-    terminal.echo(f"Deleted {_entries(cache.clear())}{guards} in {cache.directory}")
+    is_all = not (kernels or key or older_than)
+    before = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=older_than)
+    oldest = before.isoformat(timespec="seconds")
+    found = _chosen(cache, kernels, "", key)
+    chosen = [each for each in found if not older_than or each.created_at <= oldest]
+    if not yes and (is_all or chosen):
+        what = "all entries" if is_all else _entries(len(chosen))
+        typer.confirm(f"Delete {what} in {cache.directory}?", abort=True)
+    if is_all:
+        guards, count = remove_abandoned(cache.directory), cache.clear()
+    else:
+        guards, count = 0, cache.remove(chosen)
+    also = f" and {counted(guards, 'crash guard')}" if guards else ""
+    terminal.echo(f"Deleted {_entries(count)}{also} in {cache.directory}")
 
 
 class Format(enum.StrEnum):

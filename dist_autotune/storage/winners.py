@@ -16,7 +16,7 @@ import re
 import shutil
 import stat
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -184,8 +184,8 @@ class Winners:
                 reason = f"{self._faults.without_lock}. Wrote without it."
                 self._warn(f"No lock on the cache in {self.directory}: {reason}")
 
-    def remove(self, entries: Iterable[Entry]) -> None:
-        """Delete entries, and the folders that name no other."""
+    def remove(self, entries: Sequence[Entry]) -> int:
+        """Delete entries, and the folders that name no other; return how many there were."""
         if self.directory is not None:
             with self._lock(self.directory):
                 for entry in entries:
@@ -194,6 +194,7 @@ class Winners:
                 for folder in (self.directory / LAUNCHED).glob("*"):
                     with contextlib.suppress(OSError):  # it is not empty
                         folder.rmdir()
+        return len(entries)
 
     def clear(self) -> int:
         """Delete every entry, damaged ones too, and what belongs to them; return how many there were."""
