@@ -16,10 +16,10 @@ import triton.language as tl
 
 from ..configs import CANDIDATES, prune_overlapped, take_first
 from ..epilogues import apply_epilogue, apply_scales, sums_of_a_result
-from ..exchange.chunks import wait_and_check_rows, wait_for_own, wait_for_rows
+from ..exchange.chunks import part_from_peers, wait_for_rows
 from ..exchange.flags import FREE, NO_PERMIT
 from ..exchange.peers import Peers, is_given_up, wait_for_flag
-from ..exchange.stores import count_stored, let_peers_write, memory_of, put_flags_back
+from ..exchange.stores import count_stored, let_peers_write, memory_of, part_from_all
 from ..gemm.configs import class_of_rows
 from ..launches.settled import Tensors, TunedKernel
 from ..products import factors_of, halves, multiply_tile, store_rows
@@ -161,16 +161,9 @@ def all_gather_gemm(
 
     if STORERS:
         if reset_counter(counts_ptr + WORLD, tl.num_programs(0)):
-            for peer in range(0, WORLD):
-                if peer != rank:
-                    wait_and_check_rows(peer, m, peers, WORLD)
-                    put_flags_back(peer, peers, WORLD)
+            part_from_all(m, peers, WORLD)
     else:
-        for peer in tl.range(program, WORLD, programs):
-            if peer != rank:
-                wait_and_check_rows(peer, m, peers, WORLD)
-        if program == programs - 1:
-            wait_for_own(peers, WORLD)
+        part_from_peers(m, peers, WORLD, True)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..compat import aggregate
-from ..exchange.chunks import wait_and_check_rows, wait_for_own, wait_for_rows
+from ..exchange.chunks import part_from_peers, wait_for_rows
 from ..exchange.peers import Peers
 from ..gemm.epilogue import Pointwise
 from ..gemm.operands import Config, item_bytes
@@ -91,11 +91,7 @@ class GatheredChunks:
     @gluon.jit
     def loaded(self):
         """Wait for all chunks to be where they are read, in one program each, while others multiply."""
-        for peer in range(gl.program_id(0), self.WORLD, gl.num_programs(0)):
-            if peer != self.peers.rank:
-                wait_and_check_rows(peer, self.m, self.peers, self.WORLD)
-        if gl.program_id(0) == gl.num_programs(0) - 1:
-            wait_for_own(self.peers, self.WORLD)
+        part_from_peers(self.m, self.peers, self.WORLD, True)
 
     @gluon.jit
     def store(self, number, epilogue, accumulator, row, col, STORER: gl.constexpr):

@@ -58,6 +58,16 @@ def wait_and_check_rows(peer, m, peers, WORLD: tl.constexpr):
 
 
 @triton.jit
+def part_from_peers(m, peers, WORLD: tl.constexpr, PUSHES: tl.constexpr):
+    """Part from each peer in one program; if this rank PUSHES, wait in the last one until all has left."""
+    for peer in range(tl.program_id(0), WORLD, tl.num_programs(0)):
+        if peer != peers.rank:
+            wait_and_check_rows(peer, m, peers, WORLD)
+    if PUSHES and tl.program_id(0) == tl.num_programs(0) - 1:
+        wait_for_own(peers, WORLD)
+
+
+@triton.jit
 def wait_for_own(peers, WORLD: tl.constexpr):
     """Return once this rank's chunk, or sums, are with all peers, or their copies are given up.
 

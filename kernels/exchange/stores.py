@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ..signals import GIVEN_UP, SYSTEM, count_up, notify
+from .chunks import wait_and_check_rows
 from .flags import AFTER, ARRIVED, FREE, ROWS_SENT
 
 
@@ -53,9 +54,12 @@ def count_stored(peer, counts_ptr, parts, rows, table_ptr, peers, WORLD: tl.cons
 
 
 @triton.jit
-def put_flags_back(peer, peers, WORLD: tl.constexpr):
-    """Lower what the peer has raised; by the last program to end."""
-    for place in tl.static_range(2):
-        at_ptr = peers.flags_ptr + place * WORLD + peer
-        following = tl.atomic_add(at_ptr + AFTER * WORLD, 0, sem="relaxed", scope="gpu")
-        tl.atomic_xchg(at_ptr + ROWS_SENT * WORLD, following, sem="relaxed", scope="gpu")
+def part_from_all(m, peers, WORLD: tl.constexpr):
+    """Part from each peer and lower what it has raised; by the last program to end."""
+    for peer in range(0, WORLD):
+        if peer != peers.rank:
+            wait_and_check_rows(peer, m, peers, WORLD)
+            for place in tl.static_range(2):
+                at_ptr = peers.flags_ptr + place * WORLD + peer
+                following = tl.atomic_add(at_ptr + AFTER * WORLD, 0, sem="relaxed", scope="gpu")
+                tl.atomic_xchg(at_ptr + ROWS_SENT * WORLD, following, sem="relaxed", scope="gpu")

@@ -20,16 +20,17 @@ import triton.language as tl
 
 from ..configs import CANDIDATES, prune_overlapped, take_first
 from ..epilogues import apply_scales
+from ..exchange.chunks import part_from_peers
 from ..exchange.flags import FREE, NO_PERMIT
 from ..exchange.peers import Peers, is_any_lost, is_given_up, wait_for_flag
-from ..exchange.stores import count_stored, let_peers_write, memory_of
+from ..exchange.stores import count_stored, let_peers_write, memory_of, part_from_all
 from ..gemm.configs import class_of_rows
 from ..launches.settled import Tensors, TunedKernel
 from ..products import factors_of, halves, multiply_tile
 from ..tensors import begin_at_16_bytes, lies_by_columns, pitch_of
 from ..tiles import claim_number, grouped_tile, reset_counter, rotated_chunk
 from .call import Body, ScatterMemory, ScatterOperands
-from .handover import await_sums, count_tile, part_from_all, wait_and_check_all
+from .handover import await_sums, count_tile
 
 
 @triton.autotune(
@@ -164,7 +165,7 @@ def gemm_reduce_scatter(
         if is_last:
             part_from_all(m, peers, WORLD)
     elif first + chunks == WORLD:
-        wait_and_check_all(m, peers, WORLD, True)
+        part_from_peers(m, peers, WORLD, True)
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..compat import aggregate, partition_barrier
+from ..exchange.chunks import part_from_peers
 from ..exchange.flags import FREE, NO_PERMIT
 from ..exchange.peers import Peers, wait_for_all
 from ..exchange.stores import count_stored, let_peers_write, memory_of
@@ -38,7 +39,7 @@ from ..gemm.problem import end_steps_of, slots_of_visits
 from ..gemm.roles import run
 from ..rings import ring_phase, ring_slot
 from ..tiles import grouped_tile, rotated_chunk
-from .handover import await_sums, count_tile, wait_and_check_all
+from .handover import await_sums, count_tile
 
 PARTS = gl.constexpr(4)  # of the own rows; `notify` lets `work` into one after the other
 
@@ -242,7 +243,7 @@ class ScatteredChunks:
     def notified(self):
         """Part from the peers in the launch with the own chunk."""
         if self.first + self.chunks == self.WORLD:
-            wait_and_check_all(self.m, self.peers, self.WORLD, not self.STORES)
+            part_from_peers(self.m, self.peers, self.WORLD, not self.STORES)
 
 
 UNSPECIALIZED = ["flags_ptr", "errors_ptr", "M", "K", "capacity", "first", "chunks", "rank"]
