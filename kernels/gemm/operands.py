@@ -66,12 +66,15 @@ def allocate_ring(desc, SLOTS: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _first_rows(buf, desc):
-    """Return as many rows of `buf` as the descriptor brings."""
+def _load_block(desc, buf, row, inner, bar, TRANS: gl.constexpr):
+    """Start a copy to the first rows of `buf`: as many as the descriptor brings; TRANS: they run along K."""
     ROWS: gl.constexpr = desc.block_type.shape[0]
     if buf.shape[0] > ROWS:
         buf = buf.slice(0, ROWS, 0)
-    return buf
+    if TRANS:
+        tma_load(desc, [inner, row], bar, buf)
+    else:
+        tma_load(desc, [row, inner], bar, buf)
 
 
 @aggregate
@@ -163,23 +166,15 @@ class OperandRing:
             mbarrier.expect(bar, a_nbytes + b_nbytes + self.extra_desc.block_type.nbytes)
         else:
             mbarrier.expect(bar, a_nbytes + b_nbytes)
-        a_buf = _first_rows(self.a_bufs.index(slot), self.a_desc)
-        if self.config.TRANS_A:
-            tma_load(self.a_desc, [inner, row], bar, a_buf)
-        else:
-            tma_load(self.a_desc, [row, inner], bar, a_buf)
+        _load_block(self.a_desc, self.a_bufs.index(slot), row, inner, bar, self.config.TRANS_A)
         if self.config.JOINED:
             load_columns(self, slot, col, inner, bar)
-        elif self.config.TRANS_B:
-            tma_load(self.b_desc, [col, inner], bar, _first_rows(self.b_bufs.index(slot), self.b_desc))
         else:
-            tma_load(self.b_desc, [inner, col], bar, _first_rows(self.b_bufs.index(slot), self.b_desc))
-        if self.config.EXTRA_N > 0 and not self.config.JOINED:
-            extra_buf = _first_rows(self.extra_bufs.index(slot), self.extra_desc)
-            if self.config.TRANS_B:
-                tma_load(self.extra_desc, [col + self.config.BLOCK_N, inner], bar, extra_buf)
-            else:
-                tma_load(self.extra_desc, [inner, col + self.config.BLOCK_N], bar, extra_buf)
+            BY_COLUMNS: gl.constexpr = not self.config.TRANS_B
+            _load_block(self.b_desc, self.b_bufs.index(slot), col, inner, bar, BY_COLUMNS)
+            if self.config.EXTRA_N > 0:
+                further = col + self.config.BLOCK_N
+                _load_block(self.extra_desc, self.extra_bufs.index(slot), further, inner, bar, BY_COLUMNS)
 
     @gluon.jit
     def wait_full(self, step):
@@ -199,20 +194,26 @@ class OperandRing:
         return self.empty.index(ring_slot(step, self.NUM_BUFFERS))
 
     @gluon.jit
-    def a(self, step):
-        """Return the step's block of A, [BLOCK_M, BLOCK_K]."""
-        buf = self.a_bufs.index(ring_slot(step, self.NUM_BUFFERS))
-        if self.config.TRANS_A:
+    def _block(self, bufs, step, TRANS: gl.constexpr):
+        buf = bufs.index(ring_slot(step, self.NUM_BUFFERS))
+        if TRANS:
             buf = buf.permute((1, 0))
         return buf
 
     @gluon.jit
+    def a(self, step):
+        """Return the step's block of A, [BLOCK_M, BLOCK_K]."""
+        return self._block(self.a_bufs, step, self.config.TRANS_A)
+
+    @gluon.jit
     def b(self, step):
         """Return the step's block of B, [BLOCK_K, BLOCK_N]."""
-        buf = self.b_bufs.index(ring_slot(step, self.NUM_BUFFERS))
-        if self.config.TRANS_B:
-            buf = buf.permute((1, 0))
-        return buf
+        return self._block(self.b_bufs, step, self.config.TRANS_B)
+
+    @gluon.jit
+    def b_extra(self, step):
+        """Return the step's block of B's further columns, [BLOCK_K, EXTRA_N]."""
+        return self._block(self.extra_bufs, step, self.config.TRANS_B)
 
     @gluon.jit
     def b_offset(self, step):
@@ -225,11 +226,3 @@ class OperandRing:
         COLUMN_NBYTES: gl.constexpr = self.b_desc.block_type.nbytes // self.b_desc.block_type.shape[0]
         NBYTES: gl.constexpr = (self.config.BLOCK_N + self.config.EXTRA_N) * COLUMN_NBYTES
         return NBYTES
-
-    @gluon.jit
-    def b_extra(self, step):
-        """Return the step's block of B's further columns, [BLOCK_K, EXTRA_N]."""
-        buf = self.extra_bufs.index(ring_slot(step, self.NUM_BUFFERS))
-        if self.config.TRANS_B:
-            buf = buf.permute((1, 0))
-        return buf
