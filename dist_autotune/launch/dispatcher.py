@@ -130,13 +130,10 @@ class Dispatcher:
         context = binding.rank_context
         candidate = context.chosen(binding, failed)
         if not call.tunes and context.stage is not Stage.SETTLED:
-            self._note_new(call, context)
+            with self._lock:  # other threads may launch in this call
+                call.new = call.new or set()
+                call.new.add(context)
         return candidate
-
-    def _note_new(self, call: CallUnderWay, context: RankContext) -> None:
-        with self._lock:
-            call.new = call.new or set()
-            call.new.add(context)
 
     def _launch(self, call: CallUnderWay, launch: Launch, binding: Binding, candidate: str) -> Any:
         context, config = binding.rank_context, binding.configs[candidate]

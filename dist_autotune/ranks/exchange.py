@@ -93,7 +93,7 @@ class Exchanges:
         wait: ExchangeWait,
         fail_later: Callable[[BaseException], None] | None = None,
     ) -> bytes:
-        """Return the order; raises on all ranks alike where there is none, and StoreLost's AgreementTimeout.
+        """Return the order. Raises alike on all ranks where there is none, and where the store is lost.
 
         fail_later: tells peers that have gone on of an exception here; None: in the next exchange.
         """
