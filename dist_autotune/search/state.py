@@ -299,7 +299,9 @@ class SearchState:
         )
         self._made.count(kind, waits=any(each.waiting for each in self._trials))
         self.pace.record_apart(report.apart, report.apart_s)
-        self.pace.record(kind, report.step_s, report.exchange_s)
+        # The exchange before it lies in the first of the runs apart, whose median is told.
+        exchange_s = report.exchange_s if report.apart else 0.0
+        self.pace.record(kind, report.step_s + exchange_s, report.exchange_s)
 
     def _end_if_idle(self, report: AgreedRun, *, is_idle: bool, was_closing: bool) -> None:
         """End the session after a run without a trial, once all ranks launch the settled configs."""
