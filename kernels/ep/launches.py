@@ -7,13 +7,16 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from torch.nn.functional import grouped_mm
+
+from dist_autotune import tunable
 
 from ..configs import INTERPRETED, capability
 from ..launches.loading import launch
 from ..moe.launch import lies_for_tma, size_class
 from ..signals import GIVEN_UP
 from ..symm import SymmetricMemory, SymmetricTensor
-from ..tensors import lies_by_columns, pitch_of
+from ..tensors import begin_at_16_bytes, lies_by_columns, pitch_of
 from .combine_kernels import collect_dots, combine_rows, grade_rows
 from .dispatch_kernels import gather_rows, send_tokens
 from .product_kernel import multiply_rows
@@ -29,6 +32,7 @@ SIDE_BY_SIDE = 4  # rows that it reads at once: 4096 tokens of an H200 take 0.84
 INTERPRETED_SMS = 1
 INTERPRETED_PROGRAMS = 2  # of a product
 TMA_CAPABILITY = 9
+TORCH, OURS = "grouped_mm", "multiply_rows"  # products of rows that are here
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,6 +241,15 @@ class Launches:
             BLOCK=BLOCK_POSITIONS,
         )
 
+    def product(self, rows: torch.Tensor, weight: torch.Tensor, d: Dispatched) -> torch.Tensor:
+        """Return each row times its expert's matrix: by torch's grouped product or ours, as tuned."""
+        key = (size_class(len(d.topk_ids) * self.sizes.topk), *weight.shape)
+        if _torch_takes(rows, weight) and tunable("ep product", (TORCH, OURS), key=key) == TORCH:
+            return grouped_mm(rows.detach(), weight.detach().mT, offs=d.offsets[1:])
+        products = self.new_rows(weight.shape[1])
+        self.multiply(rows, weight, d, products)
+        return products
+
     def multiply(
         self, rows: torch.Tensor | None, weight: torch.Tensor, d: Dispatched, out: torch.Tensor | None
     ) -> None:
@@ -269,3 +282,10 @@ class Launches:
             BY_COLUMNS=lies_by_columns(weight),
             UPCAST=INTERPRETED and weight.dtype == torch.bfloat16,
         )
+
+
+def _torch_takes(rows: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether torch multiplies them while its host waits for no count: in bfloat16, at 16 bytes."""
+    pitches = (rows.stride(0), weight.shape[1])  # of the product, too
+    begin = begin_at_16_bytes(rows.element_size(), (rows.data_ptr(),), pitches)
+    return rows.dtype == torch.bfloat16 and begin and lies_for_tma(weight)

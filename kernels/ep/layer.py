@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from .functions import combine, dispatch, matmul
-from .launches import Dispatched
 from .operation import ExpertParallel
 
 
@@ -35,11 +34,5 @@ class ExpertParallelMoE(nn.Module):
     def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         """Return [T, hidden] for x [T, hidden], topk_ids and topk_weights [T, topk]."""
         d = dispatch(self.op, x, topk_ids)
-        gate, up = (self._multiply(d.rows, weight, d) for weight in (self.w1, self.w3))
-        return combine(self.op, self._multiply(F.silu(gate) * up, self.w2, d), d, topk_weights)
-
-    def _multiply(self, rows: torch.Tensor, weight: torch.Tensor, d: Dispatched) -> torch.Tensor:
-        # Of other types torch's host waits for the counts, and it takes rows of whole 16 bytes.
-        if rows.dtype == torch.bfloat16 and (weight.shape[1] | weight.shape[2]) % 8 == 0:
-            return F.grouped_mm(rows, weight.mT, offs=d.offsets[1:])
-        return matmul(self.op, rows, weight, d)
+        gate, up = (matmul(self.op, d.rows, weight, d) for weight in (self.w1, self.w3))
+        return combine(self.op, matmul(self.op, F.silu(gate) * up, self.w2, d), d, topk_weights)

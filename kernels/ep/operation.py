@@ -172,9 +172,7 @@ class ExpertParallel(NumberedCalls):
         check_no_gradient("ExpertParallel.matmul", rows=rows, weight=weight)
         self._check_usable()
         self._check_product(rows, weight, d, None)
-        products = self._launches.new_rows(weight.shape[1])
-        self._launches.multiply(rows, weight, d, products)
-        return products
+        return self._launches.product(rows, weight, d)
 
     # ---- one call, see `exchange.call`
 

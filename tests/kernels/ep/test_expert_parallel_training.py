@@ -18,6 +18,7 @@ from dist_autotune.kernels.ep import (
     combine,
     dispatch,
     dispatch_matmul,
+    launches,
     matmul,
     matmul_combine,
 )
@@ -122,8 +123,10 @@ def _has_right_gradients(rank, world, problem, layer) -> bool:
     return True
 
 
-@pytest.mark.parametrize("inner", [13, 16])
-def test_the_layer_takes_experts_of_any_width_in_bfloat16(inner):
+@pytest.mark.parametrize(("inner", "way"), [(13, None), (16, launches.TORCH), (16, launches.OURS)])
+def test_the_layer_takes_experts_of_any_width_in_bfloat16(inner, way, monkeypatch):
+    asked = []
+    monkeypatch.setattr(launches, "tunable", lambda name, ways, *, key: asked.append(key) or way)
     problem = Problem(1, "any", [TOKENS], inner)
     wanted, _, _ = problem.gradients(is_gated=True)
     with opened(2, TOPK, torch.bfloat16) as op:
@@ -134,6 +137,7 @@ def test_the_layer_takes_experts_of_any_width_in_bfloat16(inner):
         x = problem.x[0].bfloat16().requires_grad_()
         layer(x, problem.ids[0], problem.weights[0]).backward(problem.up[0].bfloat16())
     assert (x.grad - wanted[0]).norm() < 0.05 * wanted[0].norm()
+    assert bool(asked) == (way is not None)
 
 
 @on_ranks(4, timeout_s=150)
