@@ -12,14 +12,10 @@ cache lines, a kernel of our own, and an estimate of either way's time.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
-
 import torch
 import triton
 
 from ..matrices import LINE_BYTES, Matrix, matrix_of_rows
-from .pruning import GemmShape
 
 # Of products that are worth their copies: the plain body takes about 30 us for so many operations, at the 127
 # TFLOP/s of 4001 x 2003 x 999 on an H200 (2026-11-20); three copies and their kernels about 15.
@@ -57,33 +53,6 @@ def padded_copy(tensor: torch.Tensor, *, transposed: bool) -> tuple[Matrix, torc
     return matrix_of_rows(room, transposed=transposed), room
 
 
-@dataclass(frozen=True)
-class Copies:
-    """Which matrices pass through scratch memory."""
-
-    a: bool = False
-    b: bool = False
-    out: bool = False
-
-
-NOTHING = Copies()
-
-
-def copied(shape: GemmShape, copies: Copies) -> GemmShape:
-    """Return the shape of the product of the copies."""
-    return replace(
-        shape,
-        a_alignment=LINE_BYTES if copies.a else shape.a_alignment,
-        b_alignment=LINE_BYTES if copies.b else shape.b_alignment,
-    )
-
-
-def what_to_copy(shape: GemmShape, *, out: bool) -> Copies | None:
-    """Return the copies of what TMA cannot address; None where the plain body takes about as long.
-
-    The shape's alignments are those of the caller's operands, 0 where TMA cannot address one. out: TMA cannot
-    write the caller's result, only scratch memory.
-    """
-    sides = shape.m, shape.n, shape.k
-    pays = 2 * math.prod(sides) >= LEAST_FLOP and min(sides) >= LEAST_SIDE
-    return Copies(shape.a_alignment == 0, shape.b_alignment == 0, out) if pays else None
+def copies_pay(m: int, n: int, k: int) -> bool:
+    """Return whether a product is worth copies of what TMA cannot address; else the plain body has it."""
+    return 2 * m * n * k >= LEAST_FLOP and min(m, n, k) >= LEAST_SIDE

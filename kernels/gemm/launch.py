@@ -20,11 +20,11 @@ import triton
 from ..configs import capability, take_first
 from ..epilogues import GATED, NO_EPILOGUE, ONLY_SUMS, Epilogue, EpilogueKind
 from ..launches.settled import Tensors, TunedKernel, TunedLaunch
-from ..matrices import Matrix, as_matrix, matrix_of_rows
+from ..matrices import LINE_BYTES, Matrix, as_matrix, matrix_of_rows
 from ..tensors import FP8, lies_by_columns
 from .body import gemm
 from .configs import GLUON_CANDIDATES, blocks_of
-from .copies import NOTHING, Copies, copied, padded_copy, room_for, runs_along_columns, what_to_copy
+from .copies import copies_pay, padded_copy, room_for, runs_along_columns
 from .pruning import TYPE_NAMES, GemmShape, fewest_rows, prune, prune_chunks
 
 Operands = TypeVar("Operands")
@@ -66,7 +66,6 @@ class LaunchPlan:
     a: Matrix | None
     b: Matrix | None
     out: Matrix | None
-    copies: Copies
     tuned: TunedLaunch | None = None  # made in the first call
 
     def launch(self, a: Matrix, b: Matrix, c: Matrix, epilogue: Epilogue) -> None:
@@ -103,9 +102,10 @@ def plan_launch(
         a, b, out = b.mT, a.mT, out.mT
         c = c and c._replace(transposed=False)  # the same memory, now the rows of `out`
     left, right = as_matrix(a), as_matrix(b)
-    if tensor_memory and (c is None or left is None or right is None):
-        return None
     (m, k), n = a.shape, b.shape[1]
+    is_copied = c is None or left is None or right is None
+    if is_copied and (tensor_memory or not copies_pay(m, n, k)):
+        return None
     shape = GemmShape(
         m=m,
         n=n,
@@ -116,19 +116,13 @@ def plan_launch(
         out_dtype=out.dtype,
         wanted=variant,
         programs=programs,
-        a_alignment=0 if left is None else left.alignment(),
-        b_alignment=0 if right is None else right.alignment(),
+        a_alignment=LINE_BYTES if left is None else left.alignment(),
+        b_alignment=LINE_BYTES if right is None else right.alignment(),
         tensor_memory=tensor_memory,
         exchanged=exchanged,
         epilogue=epilogue,
     )
-    copies = NOTHING
-    if c is None or left is None or right is None:
-        chosen = what_to_copy(shape, out=c is None)
-        if chosen is None:
-            return None
-        copies, shape = chosen, copied(shape, chosen)
-    return LaunchPlan(shape, exchanged, left, right, c, copies)
+    return LaunchPlan(shape, exchanged, left, right, c)
 
 
 def execute(
@@ -139,25 +133,20 @@ def execute(
     epilogue: Epilogue = ONLY_SUMS,
 ) -> None:
     """Write a @ b, ended as planned, to `out`, for tensors that lie as those that the plan was made for."""
-    shape, copies = plan.shape, plan.copies
+    shape, room = plan.shape, None
     first, second = (b, a) if plan.exchanged else (a, b)
     left, right, c = _at(plan.a, first), _at(plan.b, second), _at(plan.out, out)
-    if copies != NOTHING and plan.exchanged:
+    if plan.exchanged and (left is None or right is None or c is None):
         a, b, out = b.mT, a.mT, out.mT
-    room = out
-    if copies.a:
+    if left is None:
         left, a = padded_copy(a, transposed=shape.trans_a)
-    if copies.b:
+    if right is None:
         right, b = padded_copy(b, transposed=shape.trans_b)
-    if copies.out:
+    if c is None:
         room = room_for(out.shape[0], out.shape[1], out.dtype, out.device)
         c = matrix_of_rows(room)
-    # Matrices that TMA cannot address are copied.
-    assert left is not None
-    assert right is not None
-    assert c is not None
     plan.launch(left, right, c, epilogue)
-    if copies.out:
+    if room is not None:
         out.detach().copy_(room)
 
 

@@ -180,7 +180,7 @@ def product(monkeypatch: pytest.MonkeyPatch, name: str) -> Callable[[], Any]:
     leave(monkeypatch, launching, tuner, cooperative[:1], blocks_of)
     on_gpu = {"_is_on_gpu": lambda tensor: True, "_on": lambda device: contextlib.nullcontext()}
     changes: dict[Any, dict[str, Any]] = {
-        launching: {"what_to_copy": always_copied, "room_for": room_for},
+        launching: {"copies_pay": always_copied, "room_for": room_for},
         copies: {"room_for": room_for},
         operation: {"_PLANS": {}, "_device": lambda device: (9, 132), **on_gpu},
     }

@@ -66,7 +66,7 @@ def test_what_tma_cannot_address_is_copied_where_the_product_is_large():
         m, n, k = sizes
         a, weight, out = (torch.empty(size, dtype=TYPES[0]) for size in ((m, k), (n, k), (m, n)))
         plan = launching.plan_launch(a, weight.T, out, "auto", 132, tensor_memory=False)
-        assert (plan is not None and plan.copies == copies.Copies(True, True, True)) is is_copied
+        assert (plan is not None and plan.a is plan.b is plan.out is None) is is_copied
 
 
 # ---- the way to the launch, which here is done as TMA would
@@ -114,7 +114,7 @@ def test_products_of_copies_are_right_for_all_strides(sizes, layouts, out_layout
 
     with pytest.MonkeyPatch.context() as patched:
         shapes = launch_as_tma(patched)
-        patched.setattr(launching, "what_to_copy", always_copied)
+        patched.setattr(launching, "copies_pay", always_copied)
         assert multiply(a, b, target)
     assert torch.equal(target.double(), a.double() @ b.double())
     assert len(shapes) == 1

@@ -47,7 +47,7 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def choose(config: Any, plan: Callable[..., Any] = always_copied) -> None:
         monkeypatch.setattr(launching.tuned_gemm, "configs", [config])
         monkeypatch.setattr(operation, "_run_plain", lambda *args: pytest.fail("the plain body was used"))
-        monkeypatch.setattr(launching, "what_to_copy", plan)
+        monkeypatch.setattr(launching, "copies_pay", plan)
         monkeypatch.setattr(operation, "_PLANS", {})  # it is asked for tensors in known places, too
 
     return choose
@@ -194,7 +194,7 @@ BY_ITSELF = {  # how many rooms a call makes
 @pytest.mark.parametrize(("shape", "number"), BY_ITSELF.values(), ids=BY_ITSELF)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_by_itself_a_call_copies_what_should_be_on_a_gpu(shape, number, dtype, only, poisoned_rooms):
-    only(each_candidate("warp_specialized", torch.float32)[0], copies.what_to_copy)
+    only(each_candidate("warp_specialized", torch.float32)[0], copies.copies_pay)
     for out_dtype in (dtype, torch.float32):
         poisoned_rooms.clear()
         check(*shape, dtype, layouts=("row", "column"), out_dtype=out_dtype)
