@@ -122,7 +122,7 @@ class CallCount:
     begun: int = 0
     ended: int = 0
     asks_behind: int = 0  # the latest call at whose end this rank asks; set before the call has ended
-    asks_before: int = 0  # the latest call before which it asks
+    asks_before: int = 0  # the latest call before which it asks; set before the call is begun
     is_asking: bool = False
     is_called: bool = False  # a peer is to tune anew: this rank asks before its next call
     has_opened: bool = False  # a session that this rank was interrupted before
@@ -270,8 +270,9 @@ class _Listener:
         while not store.check([letter.key()]):
             if time.monotonic() > latest:
                 return
-            if not _asks(count, letter):
-                if (count.begun if letter.begins else count.ended) >= letter.call:
+            is_past = (count.begun if letter.begins else count.ended) >= letter.call
+            if not _asks(count, letter):  # told before it is past the call: to be read behind that
+                if is_past:
                     done = "is in call" if letter.begins else "has not met it in call"
                     store.compare_set(letter.key(), "", f"no rank {self._rank} {done} {letter.call}")
                 elif not letter.begins and count.is_in(letter.call):

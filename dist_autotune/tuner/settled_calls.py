@@ -68,10 +68,12 @@ class SettledCalls:
         """
         if (count := state.call_count) is None:
             return False
+        asks = retunes or count.is_called or (self._has_unshared and self.is_heard)
+        if asks:
+            count.is_called, count.asks_before = False, count.begun + 1
         count.begun += 1
-        if not (retunes or count.is_called or (self._has_unshared and self.is_heard)):
+        if not asks:
             return False
-        count.is_called, count.asks_before = False, count.begun
         try:
             answer = count.ask(begins=True)
         except BaseException:
