@@ -23,8 +23,6 @@ HOPPER_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     "pingpong": (candidate("pingpong"), {}),
     "pingpong, 192 wide": (candidate("pingpong", EXTRA_N=64), {"trans_b": False}),
     "256 x 192": (candidate("cooperative", BLOCK_M=256, EXTRA_N=64), {"dtype": "fp16", "out": "fp16"}),
-    "rows through registers, alone": (candidate("pipelined", EXTRA_N=32), {"dtype": "fp16", "trans_a": True}),
-    "144 wide": (candidate("cooperative", EXTRA_N=16), {"trans_b": False, "dtype": "fp16", "out": "fp16"}),
     "bias and GELU": (candidate("cooperative"), {"bias": "bf16", "activation": "gelu"}),
     "bias of rows": (
         candidate("persistent_pipelined"),
@@ -37,10 +35,6 @@ HOPPER_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
         {"dtype": "fp8e4nv", "scaled": True, "bias": "bf16", "activation": "gelu_tanh"},
     ),
     "few rows": (candidate("cooperative", BLOCK_K=128, BLOCK_M=64), {"sizes": {"M": 16, "N": 8192}}),
-    "few columns": (
-        candidate("cooperative", BLOCK_M=64, EXTRA_N=64),
-        {"sizes": {"M": 4096, "N": 72}},
-    ),
 }
 BLACKWELL_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     "one partition": (candidate("persistent_pipelined", BLOCK_N=128), {"trans_b": False}),

@@ -6,7 +6,7 @@ compares how the calls ended.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from typing import Any
 
 from random_programs import Kernel, Program, having, true_winner, viable_blocks
@@ -15,10 +15,8 @@ from virtual_ranks import Gone, VirtualAgreement
 from virtual_tuners import FUNCTIONS, Boom, Ending, VirtualRank
 
 from dist_autotune.errors import AgreementTimeout, NoValidConfig, PeerFailed, RankMismatch, TuningError
-from dist_autotune.launch.rank_context import Binding
 from dist_autotune.search.budget import RUNS_ALLOWED, planned_runs
-from dist_autotune.search.context import NOT_SHARED
-from dist_autotune.search.messages import InPlaceReport, Message, Opening, RunReport, decode
+from dist_autotune.search.messages import InPlaceReport, Opening, RunReport, decode
 from dist_autotune.search.orders import ContextOrder, Orders
 from dist_autotune.search.reports import values_of
 from dist_autotune.search.search import SESSION_STATE
@@ -53,7 +51,6 @@ class Witness:
         self.ranks: list[VirtualRank] = []
         self._statuses: dict[str, str] = {}
         self._runs_at_open: list[int] = []
-        self._compiling: set[tuple[int, str]] = set()  # (rank, context): told at the last exchange
 
     def look(self, sequence: int, payloads: list[bytes], agreements: list[VirtualAgreement]) -> None:
         if not all(data[:1] > b"\x80" for data in payloads):
@@ -76,13 +73,8 @@ class Witness:
             states = set(values_of(dict(enumerate(told)), SESSION_STATE))
             goes_on = len(states) == 1 and states != {""}  # with the session that a failed run has left
             self._runs_at_open = [rank.runs - self._known_runs(rank) * goes_on for rank in self.ranks]
-        else:
-            self._check_launches()
-        self._compiling = {(rank, name) for rank, payload in enumerate(told) for name in _compiling(payload)}
         if kinds == {RunReport}:
             self._check_runs()
-        for rank in self.ranks:
-            rank.attempts.clear()
 
     @staticmethod
     def _known_runs(rank: VirtualRank) -> int:
@@ -132,62 +124,6 @@ class Witness:
                 ADMISSION_RUNS + planned_runs(tuning.rules, list(tuning.contexts.values()))
             )
             assert made <= bound, f"{made} runs of a session that plans at most {bound}"
-
-    # -- launches ------------------------------------------------------------------------------------------
-
-    def _check_launches(self) -> None:
-        for rank in self.ranks:
-            assert rank.state is not None
-            worked: dict[str, set[str]] = defaultdict(set)
-            failed: dict[str, set[str]] = defaultdict(set)
-            for kernel, n, block, has_worked in rank.attempts:
-                if len(kernel.candidates[rank.agreement.rank]) == 1 and not _bindings(rank, kernel, n):
-                    continue  # once one key of such a kernel is settled, all are launched at once
-                name, digest = _context_of(rank, kernel, n, block)
-                (worked if has_worked else failed)[name].add(digest)
-                self.counts["launches"] += 1
-            for name in worked.keys() | failed.keys():
-                self._check_attempts(rank, name, worked[name], failed[name])
-
-    def _check_attempts(self, rank: VirtualRank, name: str, worked: set[str], failed: set[str]) -> None:
-        assert rank.state is not None
-        context = rank.state.orders.contexts.get(name)
-        if context is None:
-            return
-        known = rank.state.registry.by_name[name]
-        banned = {context.digests[index] for index in context.banned}
-        if len(known.texts) == 1:  # it launches what it has, also where its peers do not have that
-            banned -= {context.digests[i] for i, (_, why) in context.banned.items() if why == NOT_SHARED}
-        assert not (worked | failed) & banned, f"rank {rank.agreement.rank} launches what is banned"
-        planned = context.digests[context.planned]
-        if context.is_tuned_by_launches and any(name == told for _, told in self._compiling):
-            self.counts["launches held"] += 1
-            assert planned == context.digests[context.incumbent], "tried before all ranks have it"
-        replaced = (
-            set() if rank.state.function.tunes else known.failing.keys()
-        )  # no session launches it once more
-        if planned in known.texts and planned not in known.bans.keys() | failed | replaced:
-            assert worked == {planned}, f"rank {rank.agreement.rank} launches {worked}, planned is {planned}"
-
-
-def _compiling(payload: Message) -> list[str]:
-    if not isinstance(payload, RunReport):
-        return []
-    return [name for name, part in payload.parts.items() if part.compiling]
-
-
-def _bindings(rank: VirtualRank, kernel: Kernel, n: int) -> list[Binding]:
-    """Return the binding of a kernel's key on a rank, if it has one."""
-    tuner = rank.tuners[rank.program.kernels.index(kernel)]
-    assert rank.state is not None
-    known = rank.state.registry._bindings.get(tuner, {})
-    return [binding for key, binding in known.items() if key[0] == n]
-
-
-def _context_of(rank: VirtualRank, kernel: Kernel, n: int, block: int) -> tuple[str, str]:
-    (binding,) = _bindings(rank, kernel, n)
-    (digest,) = (d for d, config in binding.configs.items() if config.kwargs["BLOCK"] == block)
-    return binding.rank_context.name, digest
 
 
 # ---- how calls end

@@ -151,7 +151,6 @@ class VirtualKernel:
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         rank, block = self._rank, kwargs["BLOCK"]
         failure = self._kernel.failures.get((rank.agreement.rank, block))
-        rank.attempts.append((self._kernel, args[2], block, failure is None))
         if failure is not None:
             raise out_of_resources()
         rank.launched_share = self._kernel.shares.get(block, 0)
@@ -179,9 +178,6 @@ class VirtualRank:
         self.runs = 0  # of the thunk, in all calls
         self.launched_share = 0  # of the last launch
         self.call = self.exchanges = 0  # the second: before this call
-        self.attempts: list[
-            tuple[Kernel, int, int, bool]
-        ] = []  # since the last exchange, and whether it worked
         self.endings: list[Ending] = []
         self.start_process()
 
@@ -238,7 +234,6 @@ class VirtualRank:
                 error = caught
             assert not INTERCEPTION.is_within(), "a call has no end"
             assert not (self.tuned.settled and self.compilers), "a process compiles what nobody asks for"
-            self.attempts.clear()
             self.endings.append(Ending(self, error, before))
         return self.endings
 
@@ -270,7 +265,6 @@ class VirtualRank:
 
     def _tuner(self, kernel: Kernel, rank: int) -> Any:
         def hook(named: dict[str, Any]) -> None:
-            self.attempts.append((kernel, named["n"], named["BLOCK"], False))
             raise out_of_resources()
 
         configs = [
