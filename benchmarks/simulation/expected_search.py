@@ -30,7 +30,7 @@ from benchmarks.simulation.recorded_tables import (
     third_party,
     two_kernels,
 )
-from dist_autotune.search.expectation.order import best_start, order_of
+from dist_autotune.search.expectation.order import TrialOrder, best_start
 
 LOSES = 0.03
 
@@ -47,8 +47,7 @@ def search(subject: Table, key: str, told: dict[str, dict[str, float]]) -> Found
     row, candidates, fills = subject.told(key), subject.candidates(key), subject.fills(key)
     start = best_start(key, candidates, told, fills) or candidates[0]
     texts = [start, *(text for text in candidates if text != start)]
-    order = order_of(key, texts, told, fills=fills)
-    assert order is not None
+    order = TrialOrder(key, texts, told, fills=fills)
     while True:
         if (index := order.next()) is not None:
             order.tell(index, row.get(texts[index], math.inf))

@@ -14,7 +14,7 @@ from ..errors import NoValidConfig
 from ..formatting import config_label
 from ..search.expectation.fields import UNKNOWN, Fills, TimesByKey
 from ..search.expectation.keys import by_distance
-from ..search.expectation.order import Meanwhile, best_start, order_of
+from ..search.expectation.order import Meanwhile, TrialOrder, best_start
 from ..search.messages import MIXED, Claim, Part, Upgrade
 from ..search.orders import ContextOrder
 from ..search.rules import BY_LAUNCH
@@ -220,8 +220,8 @@ class RankContext:
     def _unlikely(self, other_times: TimesByKey, is_online: bool) -> set[str]:
         """Return the candidates that are slow by the times of other keys, or not to be tried yet."""
         candidates, now = self.candidates, Meanwhile(is_online=is_online)
-        order = order_of(self.identity.key_text, [*candidates.values()], other_times, lambda: now, self.fills)
-        likely = range(len(candidates)) if order is None else order.likely
+        key, texts = self.identity.key_text, [*candidates.values()]
+        likely = TrialOrder(key, texts, other_times, lambda: now, self.fills).likely
         return {each for index, each in enumerate(candidates) if index not in likely}
 
     @property

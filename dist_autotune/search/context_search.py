@@ -7,7 +7,7 @@ from collections.abc import Callable, Container
 from typing import TYPE_CHECKING
 
 from ..formatting import counted
-from .expectation.order import Meanwhile, TrialOrder, order_of
+from .expectation.order import Meanwhile, TrialOrder
 from .messages import Announcement
 from .reports import AgreedPart
 from .rules import BY_LAUNCH, BY_RUN, Rules
@@ -56,9 +56,8 @@ class ContextSearch:
             self._order = None
             races_all = self.raced == len(context.digests)  # else some, after an upgrade
             if races_all and self.rules.tries_few(len(context.texts), is_choice=context.is_choice):
-                self._order = order_of(
-                    context.key, context.texts, self._told, self._meanwhile, context.about.fills
-                )
+                told = self._told, self._meanwhile, context.about.fills
+                self._order = TrialOrder(context.key, context.texts, *told)
             self.flow = self.rules.flow_of(self.raced, self._order, context.default)
             self._resume(None)
             return

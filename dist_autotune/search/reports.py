@@ -33,6 +33,10 @@ M = TypeVar("M", bound=Message)
 Reports: TypeAlias = Mapping[int, bytes]  # by rank
 
 SOURCE_OF = "the source of kernel "  # and its name: a fact that runs report
+# Of a run the largest of all ranks counts.
+_OF_SLOWEST = (
+    "elapsed_s", "sent_ns", "lag_ns", "wanted_ms", "host_ms", "late_ms", "step_s", "apart", "apart_s",
+)  # fmt: skip
 SAID_FIRST = ("the tuned function", "the source of the tuned function")  # of several facts that differ
 
 
@@ -99,58 +103,38 @@ def agreed_run(
         new = None if name in known else parts[name].announcement
         return (-1, 0, name) if new is None else (new.rank, new.place, name)
 
-    late_ms = max(report.late_ms for report in each)
+    most = {name: max(getattr(report, name) for report in each) for name in _OF_SLOWEST}
     return AgreedRun(
-        parts={name: _with_late_host(parts[name], late_ms) for name in sorted(parts, key=place)},
-        run=_with_late_host(agreed_part({rank: report.run for rank, report in reports.items()}), late_ms),
+        parts={name: _with_late_host(parts[name], most["late_ms"]) for name in sorted(parts, key=place)},
+        run=_with_late_host(agreed_part({r: report.run for r, report in reports.items()}), most["late_ms"]),
         bits=_agreed_bits([report.bits for report in each if report.bits is not None]),
-        elapsed_s=max(report.elapsed_s for report in each),
-        sent_ns=max(report.sent_ns for report in each),
-        lag_ns=max(report.lag_ns for report in each),
-        wanted_ms=max(report.wanted_ms for report in each),
-        host_ms=max(report.host_ms for report in each),
-        late_ms=late_ms,
-        step_s=max(report.step_s for report in each),
-        apart=max(report.apart for report in each),
-        apart_s=max(report.apart_s for report in each),
         exchange_s=min(report.exchange_s for report in each),
-        retunes=any(report.retunes for report in each),
+        **most,
     )
 
 
 def agreed_part(of_ranks: Mapping[int, Part]) -> AgreedPart:
     """Return what ranks say of one context: the slowest one's time, all that they ban."""
-    ran: str | None = None
-    times: list[float] = []
-    announcements: list[Announcement] = []
+    each = of_ranks.values()
+    ran = {part.ran for part in each if part.ran is not None}
+    times = [part.ms for part in each if part.ms is not None]
     bans: dict[str, Ban] = {}
-    unmeasured, is_pending, gap_ms, compiling, share, launches = 0, False, 0.0, 0, 0, 1
     for rank, part in of_ranks.items():
-        if part.ran is not None:
-            ran = part.ran if ran is None or ran == part.ran else MIXED
-        if part.ms is not None:
-            times.append(part.ms)
-        if part.announcement is not None:
-            announcements.append(part.announcement)
         for candidate, reason in part.bans.items():
             bans.setdefault(candidate, (rank, reason))
-        unmeasured += part.is_unmeasured
-        is_pending |= part.is_pending
-        gap_ms = max(gap_ms, part.gap_ms)
-        compiling, share = max(compiling, part.compiling), max(share, part.share)
-        launches = max(launches, part.launches)
+    unmeasured = sum(part.is_unmeasured for part in each)
     return AgreedPart(
-        ran=ran,
+        ran=MIXED if len(ran) > 1 else next(iter(ran), None),
         ms=max(times) if times and not unmeasured else None,
         best_ms=min(times, default=math.inf),
-        gap_ms=gap_ms,
+        gap_ms=max(part.gap_ms for part in each),
         ranks=len(times) + unmeasured,
-        is_pending=is_pending,
+        is_pending=any(part.is_pending for part in each),
         bans=bans,
-        announcement=_announced(announcements),
-        compiling=compiling,
-        share=share,
-        launches=launches,
+        announcement=_announced([p.announcement for p in each if p.announcement is not None]),
+        compiling=max(part.compiling for part in each),
+        share=max(part.share for part in each),
+        launches=max(part.launches for part in each),
     )
 
 

@@ -6,7 +6,7 @@ import functools
 import math
 from dataclasses import dataclass
 
-from .expectation.order import EXPECTED_FROM, MANY, TrialOrder, expected
+from .expectation.order import AT_LEAST, EXPECTED_FROM, MANY, TrialOrder, expected
 from .strategies import RunningFlow, Strategy, racing_runs, timing_default
 
 BY_LAUNCH, BY_RUN = "launch", "run"  # the judge of a candidate
@@ -50,7 +50,7 @@ class Rules:
 
         Online that holds for any number: a key that takes little of a step is left as it is.
         """
-        if self.tries_all or not self.races:
+        if self.tries_all or not self.races or candidates <= AT_LEAST:
             return False
         by_launches = self.objective == "kernel" and not is_choice
         fewest = 0 if self.mode == "online" else EXPECTED_FROM

@@ -74,7 +74,8 @@ class TrialOrder:
 
     Call `tell` after each trial, and `widen` after a wave. The first candidate is the incumbent.
 
-    told: by other keys before the session. meanwhile: returns what the session knows by now.
+    told: by other keys before the session. meanwhile: returns what the session knows by now. fills: how much
+    of the SMs' time launches at this key fill.
     likely: the candidates that may be tried by now; others need not be compiled. most: how many are tried.
     """
 
@@ -252,21 +253,6 @@ class TrialOrder:
         earlier = self._best_of_waves[:-IDLE_WAVES]
         is_many = len(self._texts) > MANY and not self.expectation.keys
         return is_many and bool(earlier) and earlier[-1] - self._best_of_waves[-1] < GAIN
-
-
-def order_of(
-    key: str,
-    texts: Sequence[str],
-    told: TimesByKey,
-    meanwhile: Callable[[], Meanwhile] = Meanwhile,
-    fills: Fills = UNKNOWN,
-) -> TrialOrder | None:
-    """Return the order of trials of a key's candidates, the first one first; None: all are to be tried.
-
-    told: by other keys before the session. meanwhile: returns what the session knows by now. fills: how much
-    of the SMs' time launches at this key fill.
-    """
-    return TrialOrder(key, texts, told, meanwhile, fills) if len(texts) > AT_LEAST else None
 
 
 def expected(candidates: Sequence[int], *, n_warmup: int, n_repeat: int, order: TrialOrder) -> Flow:

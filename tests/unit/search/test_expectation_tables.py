@@ -15,7 +15,7 @@ from benchmarks.simulation.kernel_sessions import KernelSession
 from benchmarks.simulation.recorded_tables import SUBJECTS, of_fields, table, third_party, two_kernels
 from dist_autotune.options import Options
 from dist_autotune.search.expectation.keys import by_distance
-from dist_autotune.search.expectation.order import KEYS, MOST_COMPILED, best_start, expected, order_of
+from dist_autotune.search.expectation.order import KEYS, MOST_COMPILED, TrialOrder, best_start, expected
 from dist_autotune.search.strategies import RunningFlow, Strategy, exhaustive, racing, racing_runs
 
 
@@ -94,7 +94,7 @@ def test_of_many_a_few_waves_find_the_best_where_no_other_key_tells():
     subject, found = table("many"), []
     for key in subject.keys:
         row = subject.told(key)
-        order = order_of(key, subject.configs, {})
+        order = TrialOrder(key, subject.configs, {})
         winner, _ = run_flow(partial(expected, order=order), subject.configs, row)
         assert len(order.likely) <= MOST_COMPILED
         found.append(subject.regret(key, winner))
@@ -158,7 +158,7 @@ def test_of_4800_configs_at_most_150_are_compiled_and_the_pick_is_near_the_best_
     best = min(ms[config] for config in random.Random(1).sample([*space], 1000))
     texts = {each: ", ".join(f"{n}: {v}" for n, v in zip(names, each, strict=True)) for each in space}
     row = {text: ms[config] for config, text in texts.items()}
-    order = order_of("1", [*texts.values()], {})
+    order = TrialOrder("1", [*texts.values()], {})
     winner, _ = run_flow(partial(expected, order=order), [*texts.values()], row)
     assert len(order.likely) <= MOST_COMPILED < len(space) == 4800
     assert len(order.likely) - len(order.tried) <= 12  # failed, of a tenth of all
