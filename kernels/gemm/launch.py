@@ -23,9 +23,9 @@ from ..launches.settled import Tensors, TunedKernel, TunedLaunch
 from ..matrices import LINE_BYTES, Matrix, as_matrix, matrix_of_rows
 from ..tensors import FP8, lies_by_columns
 from .body import gemm
-from .configs import GLUON_CANDIDATES, blocks_of
+from .configs import GLUON_CANDIDATES, NAMES, blocks_of, class_of_rows, count_tiles
 from .copies import copies_pay, padded_copy, room_for, runs_along_columns
-from .pruning import TYPE_NAMES, GemmShape, fewest_rows, prune, prune_chunks
+from .pruning import TYPE_NAMES, fewest_rows, prune, prune_chunks
 
 Operands = TypeVar("Operands")
 
@@ -61,7 +61,8 @@ class LaunchPlan:
     A matrix is None where TMA cannot address it, and then it is copied.
     """
 
-    shape: GemmShape
+    sizes: dict[str, int]  # the kernel's, in the order of its parameters
+    constants: dict[str, Any]  # that no config sets
     exchanged: bool  # out.T = b.T @ a.T is computed, and the matrices are those of b.T, a.T and out.T
     a: Matrix | None
     b: Matrix | None
@@ -74,10 +75,15 @@ class LaunchPlan:
         The epilogue is of the caller's rows and columns: C's columns and rows where `exchanged`.
         """
         if self.tuned is None:
-            shape, numbers = self.shape, tuple(self.shape.sizes().values())
-            self.tuned = TunedLaunch(_KERNEL, shape.grid, shape.constants(), (a, b, b, c), numbers=numbers)
+            numbers = tuple(self.sizes.values())
+            self.tuned = TunedLaunch(_KERNEL, self._grid, self.constants, (a, b, b, c), numbers=numbers)
         vectors = _vectors(epilogue, exchanged=self.exchanged)
         self.tuned((a.address, b.address, b.address, c.address), vectors, ())
+
+    def _grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
+        """Return how many programs run under a config."""
+        tiles = count_tiles(meta, self.sizes)
+        return (tiles if meta["VARIANT"] == "pipelined" else min(self.sizes["programs"], tiles)), 1, 1
 
 
 def plan_launch(
@@ -106,23 +112,27 @@ def plan_launch(
     is_copied = c is None or left is None or right is None
     if is_copied and (tensor_memory or not copies_pay(m, n, k)):
         return None
-    shape = GemmShape(
-        m=m,
-        n=n,
-        k=k,
-        trans_a=runs_along_columns(a) if left is None else left.transposed,
-        trans_b=runs_along_columns(b) if right is None else right.transposed,
-        dtype=a.dtype,
-        out_dtype=out.dtype,
-        wanted=variant,
-        programs=programs,
-        a_alignment=LINE_BYTES if left is None else left.alignment(),
-        b_alignment=LINE_BYTES if right is None else right.alignment(),
-        tensor_memory=tensor_memory,
-        exchanged=exchanged,
-        epilogue=epilogue,
-    )
-    return LaunchPlan(shape, exchanged, left, right, c)
+    sizes = {
+        "M": m,
+        "N": n,
+        "K": k,
+        "wanted": NAMES.index(variant),
+        "programs": programs,
+        "a_alignment": LINE_BYTES if left is None else left.alignment(),
+        "b_alignment": LINE_BYTES if right is None else right.alignment(),
+        # Of the caller's rows, which change from call to call.
+        "m_class": m if exchanged else class_of_rows(m),
+        "n_class": class_of_rows(n) if exchanged else n,
+    }
+    constants = {
+        "TRANS_A": runs_along_columns(a) if left is None else left.transposed,
+        "TRANS_B": runs_along_columns(b) if right is None else right.transposed,
+        "TENSOR_MEMORY": tensor_memory,
+        "OUT": TYPE_NAMES[out.dtype],
+        "DTYPE": TYPE_NAMES[a.dtype],
+        "ACTIVATION": epilogue.activation,
+    }
+    return LaunchPlan(sizes, constants, exchanged, left, right, c)
 
 
 def execute(
@@ -133,15 +143,15 @@ def execute(
     epilogue: Epilogue = ONLY_SUMS,
 ) -> None:
     """Write a @ b, ended as planned, to `out`, for tensors that lie as those that the plan was made for."""
-    shape, room = plan.shape, None
+    room = None
     first, second = (b, a) if plan.exchanged else (a, b)
     left, right, c = _at(plan.a, first), _at(plan.b, second), _at(plan.out, out)
     if plan.exchanged and (left is None or right is None or c is None):
         a, b, out = b.mT, a.mT, out.mT
     if left is None:
-        left, a = padded_copy(a, transposed=shape.trans_a)
+        left, a = padded_copy(a, transposed=plan.constants["TRANS_A"])
     if right is None:
-        right, b = padded_copy(b, transposed=shape.trans_b)
+        right, b = padded_copy(b, transposed=plan.constants["TRANS_B"])
     if c is None:
         room = room_for(out.shape[0], out.shape[1], out.dtype, out.device)
         c = matrix_of_rows(room)

@@ -10,7 +10,6 @@ ragged shapes, within a fifth for nearly all. Large products take longer, as the
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,14 +17,13 @@ import triton
 
 from ..compat import HAS_INLINE_PTX
 from ..configs import fitting, not_too_large, shared_memory_bytes
-from ..epilogues import GATE_BLOCK, NO_EPILOGUE, EpilogueKind, sums_of_a_result
+from ..epilogues import GATE_BLOCK, sums_of_a_result
 from .configs import (
     MOST_ACCUMULATOR_REGISTERS,
     NAMES,
     PARTS,
     accumulator_registers,
     as_tiled,
-    class_of_rows,
     count_tiles,
     in_words,
     shared_bytes,
@@ -170,10 +168,11 @@ def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: An
         config
         for config in configs
         if is_wanted(config.kwargs, wanted)
-        and (wanted != "auto" or config.kwargs["VARIANT"] not in NEVER_BEST)
         and fits(config, out_bytes(args), limit, tensor_memory=on_blackwell)
         and suits(config.kwargs, args)
     ]
+    if wanted == "auto":
+        usable = [config for config in usable if config.kwargs["VARIANT"] not in NEVER_BEST] or usable
     usable = [config for config in usable if saves_tiles(config.kwargs, args)] or usable
     usable = no_wider_than_need_be(usable, args)
     small = []
@@ -236,53 +235,3 @@ def prune_chunks(
         and (args.get("TRANS_B", True) or not config.kwargs["JOINED"])
     ]
     return not_too_large(usable, BLOCK_N=args["N"], BLOCK_K=args["K"])
-
-
-@dataclass(frozen=True)
-class GemmShape:
-    """A product of `gemm`, as its config and compiled kernel depend on it."""
-
-    m: int
-    n: int
-    k: int
-    trans_a: bool
-    trans_b: bool
-    dtype: torch.dtype
-    out_dtype: torch.dtype
-    wanted: str
-    programs: int
-    a_alignment: int
-    b_alignment: int
-    tensor_memory: bool
-    exchanged: bool = False  # N is the caller's number of rows, which changes from call to call
-    epilogue: EpilogueKind = NO_EPILOGUE
-
-    def sizes(self) -> dict[str, int]:
-        """Return the kernel's sizes, in the order of its parameters."""
-        return {
-            "M": self.m,
-            "N": self.n,
-            "K": self.k,
-            "wanted": NAMES.index(self.wanted),
-            "programs": self.programs,
-            "a_alignment": self.a_alignment,
-            "b_alignment": self.b_alignment,
-            "m_class": self.m if self.exchanged else class_of_rows(self.m),
-            "n_class": class_of_rows(self.n) if self.exchanged else self.n,
-        }
-
-    def constants(self) -> dict[str, Any]:
-        """Return the constexprs of the kernel that no config sets, in the order of its parameters."""
-        return {
-            "TRANS_A": self.trans_a,
-            "TRANS_B": self.trans_b,
-            "TENSOR_MEMORY": self.tensor_memory,
-            "OUT": TYPE_NAMES[self.out_dtype],
-            "DTYPE": TYPE_NAMES[self.dtype],
-            "ACTIVATION": self.epilogue.activation,
-        }
-
-    def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
-        """Return how many programs run under a config."""
-        tiles = count_tiles(meta, {"M": self.m, "N": self.n})
-        return (tiles if meta["VARIANT"] == "pipelined" else min(self.programs, tiles)), 1, 1

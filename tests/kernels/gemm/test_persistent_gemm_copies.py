@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from dist_autotune.kernels.epilogues import Epilogue
 from dist_autotune.kernels.gemm import copies
 from dist_autotune.kernels.gemm import launch as launching
-from dist_autotune.kernels.gemm.pruning import GemmShape
 from dist_autotune.kernels.matrices import LINE_BYTES, Matrix
 
 TYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -82,21 +81,22 @@ def memory_of(matrix: Matrix) -> torch.Tensor:
     return rows.T if matrix.transposed else rows
 
 
-def launch_as_tma(patched: pytest.MonkeyPatch) -> list[GemmShape]:
-    """Have launches read and write memory as TMA does; return the list of their shapes."""
-    shapes: list[GemmShape] = []
+def launch_as_tma(patched: pytest.MonkeyPatch) -> list[dict[str, int]]:
+    """Have launches read and write memory as TMA does; return the list of their sizes."""
+    launched: list[dict[str, int]] = []
 
     def launch(plan: launching.LaunchPlan, a: Matrix, b: Matrix, c: Matrix, epilogue: Epilogue) -> None:
-        shape = plan.shape
-        shapes.append(shape)
+        sizes, trans = plan.sizes, (plan.constants["TRANS_A"], plan.constants["TRANS_B"])
+        launched.append(sizes)
         assert all(matrix.is_addressable() for matrix in (a, b, c))
-        assert (a.transposed, b.transposed, c.transposed) == (shape.trans_a, shape.trans_b, False)
+        assert (a.transposed, b.transposed, c.transposed) == (*trans, False)
         left, right, result = map(memory_of, (a, b, c))
-        assert (left.shape, right.shape) == ((shape.m, shape.k), (shape.k, shape.n))
-        result[: shape.m] = left.double() @ right.double()
+        m, n, k = sizes["M"], sizes["N"], sizes["K"]
+        assert (left.shape, right.shape) == ((m, k), (k, n))
+        result[:m] = left.double() @ right.double()
 
     patched.setattr(launching.LaunchPlan, "launch", launch)
-    return shapes
+    return launched
 
 
 @settings(max_examples=30)
@@ -113,8 +113,8 @@ def test_products_of_copies_are_right_for_all_strides(sizes, layouts, out_layout
     target = LAYOUTS[out_layout](m, n, out_dtype).fill_(math.nan)
 
     with pytest.MonkeyPatch.context() as patched:
-        shapes = launch_as_tma(patched)
+        launched = launch_as_tma(patched)
         patched.setattr(launching, "copies_pay", always_copied)
         assert multiply(a, b, target)
     assert torch.equal(target.double(), a.double() @ b.double())
-    assert len(shapes) == 1
+    assert len(launched) == 1
