@@ -34,6 +34,15 @@ BY_RANK = "compiled in this process, without a limit"
 COMPILED, FROM_PEERS, CACHED, FAILED = "compiled", "from_peers", "cached", "failed"
 
 
+def running_tasks() -> int:
+    """Return how many tasks of this host run now, without the caller; 0: the system does not tell."""
+    try:
+        with open("/proc/loadavg") as load:
+            return int(load.read().split()[3].partition("/")[0]) - 1
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
 @dataclass(frozen=True)
 class CompileOptions:
     """How a rank compiles."""
@@ -52,6 +61,13 @@ class CompileOptions:
         share, rest = divmod(len(os.sched_getaffinity(0)), self.local_ranks)
         share += self.local_rank < rest
         return max(1, int(share * BACKGROUND_SHARE) if self.in_background else share)
+
+    def workers_now(self, own: int) -> int:
+        """Return how many may compile now, `own` of which do: beside steps no more than cores are free."""
+        if self.jobs is not None or not self.in_background:
+            return self.workers
+        free = len(os.sched_getaffinity(0)) - max(running_tasks() - own, 0)
+        return min(self.workers, max(1, free // self.local_ranks))
 
     def turn(self, index: int) -> int:
         """Return when a context's candidate at `index` is compiled: 0 with this rank's share, ..."""
@@ -267,7 +283,8 @@ class Compiler:
         waiting = [task for task in self._to_compile() if task.child is None]
         turn = [task for task in waiting if task.turn == waiting[0].turn]
         least = LEAST_IN_BACKGROUND if self._options.in_background else 1
-        free = 0 if self._is_paused else self._options.workers - len(self._children)
+        own = len(self._children)
+        free = 0 if self._is_paused or not turn else self._options.workers_now(own) - own
         count = min(free, math.ceil(len(turn) / least))
         for place in range(count):  # what was asked for first is compiled first
             self._begin(turn[place::count][:MOST_IN_CHILD])

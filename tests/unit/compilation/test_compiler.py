@@ -188,6 +188,18 @@ def test_what_a_child_that_stands_still_has_left_is_compiled_by_another_and_the_
 
 
 @pytest.mark.parametrize(
+    ("running", "own", "ranks", "workers"),
+    [(2, 0, 1, 8), (12, 0, 1, 4), (12, 8, 1, 8), (12, 0, 2, 2), (40, 1, 1, 1), (0, 0, 1, 8)],
+)
+def test_beside_steps_no_more_compile_than_cores_are_free(monkeypatch, running, own, ranks, workers):
+    monkeypatch.setattr(compiler.os, "sched_getaffinity", lambda pid: range(16))
+    monkeypatch.setattr(compiler, "running_tasks", lambda: running)
+    options = CompileOptions(local_ranks=ranks, in_background=True)
+    assert options.workers_now(own) == workers
+    assert CompileOptions(jobs=5, in_background=True).workers_now(own) == 5
+
+
+@pytest.mark.parametrize(
     ("of_this_rank", "of_search", "wanted"),
     [({"b"}, None, {"c"}), ({"b"}, {"c"}, {"b"}), ({"b"}, {"b", "c"}, set()), (set(), set(), {"b", "c"})],
 )
