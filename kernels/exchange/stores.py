@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..signals import GIVEN_UP, SYSTEM, count_up, notify
+from ..signals import SYSTEM, count_up, notify
 from .chunks import wait_and_check_rows
 from .flags import AFTER, ARRIVED, FREE, ROWS_SENT
 
@@ -46,8 +46,9 @@ def count_stored(peer, counts_ptr, parts, rows, table_ptr, peers, WORLD: tl.cons
     """
     if count_up(counts_ptr + peer, "acq_rel", SYSTEM) == parts - 1:
         tl.store(counts_ptr + peer, 0)
-        permit = tl.atomic_xchg(peers.flags_ptr + FREE * WORLD + peer, 0, sem="relaxed", scope=SYSTEM)
-        if permit < GIVEN_UP:
+        # Not what says that the peer is given up: another program may set that now, and end.
+        permit = tl.atomic_cas(peers.flags_ptr + FREE * WORLD + peer, 1, 0, sem="relaxed", scope=SYSTEM)
+        if permit == 1:
             sent_ptr = _flag_there(ROWS_SENT, peer, table_ptr, peers, WORLD)
             tl.atomic_xchg(sent_ptr, rows, sem="relaxed", scope=SYSTEM)
             notify(_flag_there(ARRIVED, peer, table_ptr, peers, WORLD), rows)

@@ -240,6 +240,14 @@ def atomic_xchg(pointer: Pointer, value: int, *, sem: str, scope: str) -> Scalar
     return before
 
 
+def atomic_cas(pointer: Pointer, expected: int, value: int, *, sem: str, scope: str) -> Scalar:
+    before = pointer.get()
+    if before == expected:
+        pointer.set(value)
+    now().pause()
+    return before
+
+
 def assembly(text: str, *arguments: Any, **options: Any) -> Scalar:
     if "fence.proxy.async.global" in text:
         now().visible.update(now().acquired)

@@ -140,6 +140,7 @@ def _fakes() -> dict[str, types.ModuleType]:
         join=Tensor.join,
         convert_layout=lambda tensor, layout: tensor,
         atomic_add=instructions.atomic_add,
+        atomic_cas=instructions.atomic_cas,
         atomic_xchg=instructions.atomic_xchg,
         load=lambda pointer, **masked: pointer.get(**masked),
         store=lambda pointer, value, **masked: pointer.set(value, **masked),

@@ -227,6 +227,11 @@ def test_a_peer_that_does_not_come_is_given_up_and_everything_ends(variant, tens
         reduce_scatter(scene, variant, tensor_memory=tensor_memory)
 
 
+def test_who_hands_over_the_last_chunk_does_not_undo_that_its_peer_is_given_up():
+    scene = Scene(2, 1, 11, 4, 9, seed=161877, dead=0, patience_ticks=4, stores=True)
+    reduce_scatter(scene, programs=2, buffers=2, store=(8, 1))
+
+
 def test_a_peer_with_other_rows_is_recorded():
     scene = Scene(3, 0, 9, 14, 3, seed=5, rows_of={2: 7})
     reduce_scatter(scene)
