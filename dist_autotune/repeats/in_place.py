@@ -35,8 +35,10 @@ class InPlaceCheck:
             if needed > MEMORY_SHARE * _free_bytes(device):
                 self.remark = f"work in place is not looked for: {needed} bytes of {device} would be copied"
                 return
-        with contextlib.suppress(torch.OutOfMemoryError):
+        try:
             self._copies = {region: (named[region], copy_of(tensor)) for region, tensor in there.items()}
+        except torch.OutOfMemoryError:
+            self.remark = "work in place is not looked for: no memory is left for copies"
 
     @property
     def compares(self) -> bool:

@@ -133,6 +133,8 @@ class Replay(Generic[T]):
         """Copy what the first run may have changed; keep its result if some rank has something to compare."""
         if self._check is not None:
             self._check.copy()
+            if self._check.remark:
+                self._session.note(self._check.remark)
             if self._session.found_in_place("tensors" if self._check.compares else ""):
                 self._first.append(result)
 

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from kernels_for_tests import accumulate, double, launch, numbers, only, winner
+from kernels_for_tests import accumulate, double, launch, numbers, only, records, winner
+
+from dist_autotune.logs.records import Note
+from dist_autotune.repeats import in_place
 
 RACING = {"n_warmup": None, "n_repeat": None}  # run 2 has the plan of run 1
 MS = {16: 3.0, 32: 1.0, 64: 2.0}
@@ -70,6 +73,15 @@ def test_it_is_put_back_told_once_and_the_keys_stay_untuned_until_retune(bench, 
     with pytest.warns(UserWarning, match="preserve="):
         tuned()
     assert total[0] == 4
+
+
+def test_work_in_place_that_is_not_looked_for_is_told_in_the_log(bench, monkeypatch):
+    monkeypatch.setattr(in_place, "_free_bytes", lambda device: 1000)
+    step, total = in_place_by_kernel(bench)
+    bench.tune(step, **RACING)()
+    assert total[0] > 1
+    notes = [note.text for note in records(Note)]
+    assert "work in place is not looked for: 256 bytes of cpu would be copied" in notes
 
 
 def test_a_new_key_of_such_a_function_asks_for_no_session(bench):
