@@ -31,8 +31,23 @@ class Sides:
     is_left: bool = False  # a session has not finished it: the next one goes on
 
 
+def in_rounds(plans: Mapping[str, Plan], rounds: int, *, keeps_each: bool = False) -> Search:
+    """Ask for all plans once a round, in drawn orders, which no period of the caller's fits.
+
+    Runs of a plan are samples of one time, the first one a warm-up; keeps_each: each has its own.
+    """
+    for number in range(rounds):
+        sides = list(plans)
+        if number:
+            random.Random(f"round {number}").shuffle(sides)
+        for side in sides:
+            label = f"{side} {number}" if keeps_each else side
+            yield AskedPlan(plans[side], label, is_warmup=not (number or keeps_each))
+    return {}
+
+
 class FinalComparison(RunPhase):
-    """Compares plans in rounds of drawn order, which no period of the caller's fits; outlives its session."""
+    """Compares plans in rounds; outlives its session."""
 
     def __init__(self, contexts: Mapping[str, Context], rules: Rules) -> None:
         super().__init__(contexts, rules)
@@ -91,16 +106,7 @@ class FinalComparison(RunPhase):
         if not goes_on:
             self._ms = {}
             if not self.is_over:
-                self._begin(self._rounds())
-
-    def _rounds(self) -> Search:
-        for number in range(ROUNDS):
-            sides = list(self._sides.plans)
-            if number:
-                random.Random(f"round {number}").shuffle(sides)
-            for side in sides:
-                yield AskedPlan(self._sides.plans[side], side, is_warmup=number == 0)
-        return {}
+                self._begin(in_rounds(plans, ROUNDS))
 
     def _finish(self, plan: Plan) -> None:
         for compared, ms in self._ms.values():  # of each candidate, that of the best plan with it

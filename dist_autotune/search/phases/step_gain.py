@@ -10,11 +10,11 @@ from msgspec import Struct
 
 from ...formatting import format_ms
 from ..context import Context
-from ..plans.search import AskedPlan, Search
 from ..plans.space import Plan
 from ..reports import AgreedRun
 from ..rules import Rules
 from ..shared_context import Status
+from .final_comparison import in_rounds
 from .pace import Cost
 from .phase import RunPhase
 
@@ -84,20 +84,13 @@ class StepComparison(RunPhase):
         self._plans = {"before": before, "after": {context.name: context.incumbent for context in differ}}
         self._ms, self._runs, self.gain, self.waiting = {}, 0, None, False
         if differ:
-            self._begin(self._steps())
+            self._begin(in_rounds(self._plans, STEPS, keeps_each=True))
 
     def record(self, report: AgreedRun, *, patience: int) -> None:
         super().record(report, patience=patience)
         self._runs += 1
         if self._runs == MOST_RUNS:
             self.leave()
-
-    def _steps(self) -> Search:
-        for number in range(STEPS):
-            sides = ("before", "after") if number % 2 else ("after", "before")
-            for side in sides:
-                yield AskedPlan(self._plans[side], f"{side} {number}")
-        return {}
 
     def _finish(self, plan: Plan) -> None:
         ms = {
