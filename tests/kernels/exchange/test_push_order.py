@@ -18,8 +18,9 @@ from random import Random
 import pytest
 import torch
 
-from dist_autotune.kernels.exchange.flags import ARRIVED, DONE, FLAGS, FREE
+from dist_autotune.kernels.exchange.flags import AFTER, ARRIVED, DONE, FLAGS, FREE
 from dist_autotune.kernels.exchange.push import ChunkPusher, Pushes, SumPusher
+from dist_autotune.kernels.signals import GIVEN_UP
 from dist_autotune.kernels.symm.base import Lowered, SymmetricMemory, SymmetricTensor
 
 Work = Callable[[], Iterator[Callable[[], bool] | None]]
@@ -340,7 +341,7 @@ def ends(kind, seed: int) -> bool:
     for device in ranks:
         device.forget()  # what opening has enqueued
     for _ in range(CALLS):
-        is_replay = random.random() < 0.3
+        is_replay = kind not in GIVING_UP and random.random() < 0.3
         for operation in operations:
             operation.make("replay" if is_replay else random.choice(WAYS[:2]))
     return Run(ranks, random).to_its_end()
@@ -360,3 +361,54 @@ def fails(kind, seeds: int) -> str:
 @pytest.mark.parametrize("kind", [Scattering, Gathering])
 def test_calls_end_and_read_what_they_should_in_any_order(kind):
     assert fails(kind, 150) == ""
+
+
+class GivingUp:
+    """A kernel that gives up its own pushes after a while; it compares no data, which may come late."""
+
+    def part(self):
+        """Wait for the peers' data, and a while until the own data is with them."""
+        flags, rank, world = self.flags, self.device.rank, self.device.world_size
+        for peer in ((rank + step) % world for step in range(1, world)):
+            yield raised(flags, ARRIVED, peer)
+        have_left = raised(flags, ARRIVED, rank)
+        for _ in range(self.device.random.choice([0, 3, 30])):
+            if have_left():
+                break
+            yield None
+        if not have_left():
+            flags[AFTER.value + 1, rank] = FAR_AHEAD
+        self.calls += 1
+
+    def read(self):
+        yield None
+
+
+FAR_AHEAD = 1 + GIVEN_UP.value
+
+
+class GatheringOrGivingUp(GivingUp, Gathering):
+    def kernel(self):
+        return self.part()
+
+
+class ScatteringOrGivingUp(GivingUp, Scattering):
+    def kernel(self, slots, is_last, in_steps):
+        for slot in slots:
+            yield None
+            if in_steps:
+                yield raised(self.flags, FREE, self.peers[slot])
+                self.flags[FREE.value, self.peers[slot]] = 0
+            else:
+                self.flags[DONE.value, self.peers[slot]] = 1
+        if is_last:
+            yield from self.part()
+
+
+# Without replays, which do not wait for the side stream of eager calls.
+GIVING_UP = [GatheringOrGivingUp, ScatteringOrGivingUp]
+
+
+@pytest.mark.parametrize("kind", GIVING_UP)
+def test_calls_behind_one_that_has_given_up_its_own_pushes_end(kind):
+    assert fails(kind, 60) == ""
