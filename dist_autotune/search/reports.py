@@ -35,8 +35,9 @@ Reports: TypeAlias = Mapping[int, bytes]  # by rank
 SOURCE_OF = "the source of kernel "  # and its name: a fact that runs report
 # Of a run the largest of all ranks counts.
 _OF_SLOWEST = (
-    "elapsed_s", "sent_ns", "lag_ns", "wanted_ms", "host_ms", "late_ms", "step_s", "apart", "apart_s",
-)  # fmt: skip
+    *("elapsed_s", "sent_ns", "lag_ns", "wanted_ms", "host_ms", "late_ms"),
+    *("step_s", "apart", "apart_s", "retunes"),
+)
 SAID_FIRST = ("the tuned function", "the source of the tuned function")  # of several facts that differ
 
 
