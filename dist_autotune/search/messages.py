@@ -84,19 +84,24 @@ class Announcement(Struct, frozen=True, omit_defaults=True):
         }
 
 
-class Part(Struct, frozen=True, omit_defaults=True):
-    """What a rank says of one context after a run, or of the run as a whole."""
+class LaunchReport(Struct, frozen=True, omit_defaults=True):
+    """What one rank, or all, say of one context after a run, or of the run as a whole."""
 
     ran: str | None = None  # digest launched; MIXED; None: no launch
-    ms: float | None = None  # the median so far of the candidate on trial; None: no sample
+    ms: float | None = None  # the slowest rank's median so far of the candidate on trial; None: no sample
     gap_ms: float = 0.0  # how much of it may be the host's
-    is_unmeasured: bool = False  # the launches were timed, and there is no sample
     is_pending: bool = False  # online: the sample is not read yet
-    bans: dict[str, str] = {}  # candidates that failed, with reasons
     announcement: Announcement | None = None
     compiling: int = 0  # online: candidates still to be compiled or loaded
     share: int = 0  # thousandths of the device that a launch of `ran` holds; 0: not known
     launches: int = 1  # in the run
+
+
+class Part(LaunchReport, frozen=True, omit_defaults=True):
+    """What a rank says."""
+
+    is_unmeasured: bool = False  # the launches were timed, and there is no sample
+    bans: dict[str, str] = field(default_factory=dict)  # candidates that failed, with reasons
 
 
 class Bits(Struct, frozen=True, omit_defaults=True):

@@ -8,7 +8,7 @@ from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ..codec import digest
@@ -21,6 +21,7 @@ from .messages import (
     Bits,
     Crash,
     CrashBans,
+    LaunchReport,
     Message,
     Offers,
     Opening,
@@ -41,20 +42,12 @@ _OF_SLOWEST = (
 SAID_FIRST = ("the tuned function", "the source of the tuned function")  # of several facts that differ
 
 
-class AgreedPart(Struct, frozen=True, omit_defaults=True):
-    """What all ranks say of one context after a run, or of the run as a whole."""
+class AgreedPart(LaunchReport, frozen=True, omit_defaults=True):
+    """What all ranks say; `ms` is None, too, where a rank that launched the candidate has no sample."""
 
-    ran: str | None = None  # digest launched; MIXED; None: no launch
-    ms: float | None = None  # the slowest rank's; None: none, or a rank that launched it has no sample
     best_ms: float = math.inf  # the fastest rank's
-    gap_ms: float = 0.0  # how much of a rank's may be its host's
     ranks: int = 0  # that have a sample, or should have one
-    is_pending: bool = False  # online: some rank's sample is not read yet
-    bans: dict[str, Ban] = {}  # by the candidate's digest; the lowest rank's
-    announcement: Announcement | None = None
-    compiling: int = 0  # online: candidates that some rank has still to compile or load
-    share: int = 0
-    launches: int = 1
+    bans: dict[str, Ban] = field(default_factory=dict)  # by the candidate's digest; the lowest rank's
 
 
 class AgreedRun(Struct, frozen=True, omit_defaults=True):
