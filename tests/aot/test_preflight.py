@@ -23,7 +23,6 @@ from candidates import (
     tuned,
     tuned_kernel,
 )
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dist_autotune import NoValidConfig
 from dist_autotune.compilation.preflight import plan
@@ -86,22 +85,6 @@ def test_an_error_of_the_user_s_reaches_the_caller_with_its_traceback(device, co
         settle(tuned_kernel(kernel(GOOD, 64), mode=mode))
     assert caught.traceback[-1].name == "misbehave"
     assert compiler.processes_left() == []
-
-
-@pytest.mark.parametrize("place", ["cpu", "meta"])
-@pytest.mark.parametrize("is_described", [False, True], ids=["tensor", "descriptor"])
-def test_a_tensor_that_the_gpu_cannot_reach_is_named(device, monkeypatch, place, is_described):
-    monkeypatch.setattr(device.driver, "get_active_torch_device", lambda: torch.device("cuda", 0))
-    x = torch.zeros(16, 16, dtype=torch.float16, device=place)
-    tuner = kernel(GOOD, 64)
-    function = tuned(
-        lambda: tuner[(1,)](TensorDescriptor(x, [16, 16], [16, 1], [16, 16]) if is_described else x, 0)
-    )
-    with pytest.raises(
-        ValueError, match=rf"^square\[.*\]: x_ptr is on the device '{place}', and the kernel runs on cuda:0"
-    ):
-        function()
-    assert device.launched == []
 
 
 def test_when_none_is_left_every_reason_is_told(device):
