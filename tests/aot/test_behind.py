@@ -109,6 +109,18 @@ def test_no_more_compile_at_a_time_than_jobs_and_they_leave_the_cores_to_the_ste
     steps_until(lambda: step.settled, step)
 
 
+def test_compilers_pause_and_go_on_as_the_overhead_allows(device, compiler):
+    compiler.behaves({64: "wait"})
+    step = stepping(kernel(GOOD, 64), overhead=0.05)
+    steps_until(lambda: 64 in compiler.compilations(), step)
+    (child,) = compiler.pids() - {os.getpid()}
+    for state in "TST":  # stopped, waiting for the gate, stopped again
+        steps_until(lambda state=state: status_of(child)[0] == state, step)
+    compiler.let_go()
+    steps_until(lambda: step.settled, step)
+    assert banned(step) == {}
+
+
 # ---- what is asked no more ends
 
 
