@@ -41,6 +41,8 @@ class Results:
             ranks = function.group.ranks if about.is_joint else ()
             name, replaces = context.kernel, not function.is_replayed
             CHOICES.remember(name, about.key_text, winner, ranks, among=about.texts, replaces=replaces)
+            if not context.provisional:
+                known.remember_choice(about, winner)
         self._to_memory(context, rank_context, seconds)
         if len(context.digests) == 1:
             return

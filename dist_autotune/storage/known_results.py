@@ -47,6 +47,9 @@ def mark_origin(tuner: Autotuner, key: Key, origin: Origin) -> None:
     _origins.setdefault(tuner, {})[key] = origin
 
 
+_choices: weakref.WeakKeyDictionary[RankGroup, dict[str, str]] = weakref.WeakKeyDictionary()  # by EntryKey
+
+
 def holds_other_result(tuner: Autotuner, key: Key, scope: str) -> bool:
     """Return whether `Autotuner.cache` holds a result, but none of this scope."""
     origin = _origins.get(tuner, {}).get(key)
@@ -150,7 +153,11 @@ class KnownResults:
         known = None if tuner is None or self.ignores_known else self._in_memory(tuner, context.key)
         if known is not None:
             return self.function.group.rank, identity.config_digest(known), None
-        return self.claim_on_disk(context)
+        on_disk, chosen = self.claim_on_disk(context), self._choice_in_memory(context)
+        counts = self.function.is_alone or self.entry_key(context).digest in self._offers
+        if chosen is None or (on_disk is not None and counts):  # its cache may be another one than memory's
+            return on_disk
+        return self.function.group.rank, chosen, None
 
     def claim_on_disk(self, context: ContextIdentity) -> Claim | None:
         """Return the entry that all ranks have agreed on, else this rank's own, which it will report."""
@@ -166,7 +173,8 @@ class KnownResults:
 
     def holds_back(self, context: ContextIdentity) -> bool:
         """Return whether a claim on disk is reported and not launched: all ranks take the same option."""
-        return context.is_joint and self.entry_key(context).digest not in self._offers
+        is_agreed = self.entry_key(context).digest in self._offers or self._choice_in_memory(context)
+        return context.is_joint and not is_agreed
 
     def _in_memory(self, tuner: Autotuner, key: Key) -> Any:
         """Return the config in `Autotuner.cache` if it counts."""
@@ -178,6 +186,15 @@ class KnownResults:
             is_ours = function.is_alone or origin.group is function.group
             counts = is_ours and origin.scope == function.scope and not origin.provisional
         return tuner.cache.get(key) if counts else None
+
+    def remember_choice(self, context: ContextIdentity, winner: str) -> None:
+        """Keep the option that the group settled on, for functions of this process that do not tune."""
+        _choices.setdefault(self.function.group, {})[self.entry_key(context).digest] = winner
+
+    def _choice_in_memory(self, context: ContextIdentity) -> str | None:
+        if not context.is_choice or self.function.tunes:
+            return None
+        return _choices.get(self.function.group, {}).get(self.entry_key(context).digest)
 
     # -- what other keys and older entries tell ------------------------------------------------------------
 

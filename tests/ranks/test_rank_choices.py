@@ -72,6 +72,14 @@ def test_a_result_that_one_rank_alone_knows_is_taken_once_all_have_it(holder, mo
     assert assert_all_ok(again) == [(8, taken)] * 2
 
 
+@on_ranks(2)
+def test_without_a_cache_another_function_of_the_process_takes_what_the_ranks_agreed_on(rank, monkeypatch):
+    Choosing(times_of(rank), cache=False).tuned()
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "strict")
+    choosing = Choosing(times_of(rank), cache=False)
+    assert (choosing.tuned(), choosing.taken) == (8, [8])
+
+
 @pytest.mark.filterwarnings("ignore:.* is tuned without is_dist=True")
 @on_ranks(2)
 def test_a_function_that_does_not_agree_with_them_takes_the_first_option_until_one_has_agreed(rank):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from kernels_for_tests import grid_of, is_outside, launch, no_bench, numbers, out_of_resources
 
-from dist_autotune import NotTuned, TuningError, WallClock
+from dist_autotune import NotTuned, TuningError, WallClock, tunable
 
 
 @pytest.fixture
@@ -132,6 +132,27 @@ def test_a_choice_of_the_host_that_is_not_tuned_is_an_error(bench, strict):
     assert fresh(64) == 2
     with pytest.raises(NotTuned, match=r"slices\[128\] is not tuned.*Nearest tuned keys: \[64\]"):
         fresh(128)
+
+
+@pytest.mark.parametrize("mode", ["strict", "cached"])
+def test_a_choice_of_the_host_that_memory_knows_needs_no_cache_and_is_not_forgotten(bench, monkeypatch, mode):
+    name, ms = f"slices without a cache, {mode}", {1: 2.0, 2: 1.0}
+    thunk = bench.choosing(name, ms)
+    bench.tune(thunk, cache=False)(64)
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
+    assert bench.tune(thunk, cache=False)(64) == 2
+    assert tunable(name, [*ms], key=(64,)) == 2
+
+
+@pytest.mark.parametrize("mode", ["strict", "cached"])
+def test_a_choice_on_disk_counts_before_that_of_another_cache_in_memory(bench, monkeypatch, mode):
+    def tuned_to(fast, cache):
+        ms = {1: 2.0, 2: 2.0} | ({fast: 1.0} if fast else {})
+        return bench.tune(bench.choosing(f"slices of two caches, {mode}", ms), cache=cache)(64)
+
+    assert [tuned_to(fast, cache=f"cache-{fast}") for fast in (1, 2)] == [1, 2]
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
+    assert [tuned_to(None, cache=f"cache-{fast}") for fast in (1, 2)] == [1, 2]
 
 
 def test_launches_outside_are_stocks(bench, strict):
