@@ -141,7 +141,7 @@ class GemmReduceScatter(NumberedCalls):
         self._flags = self._memory.allocate((FLAGS, world), torch.int32)
         hold = self._memory.hold
         self._partial = hold(torch.zeros_like(self._staged.local))
-        self._counts = hold(torch.zeros(world + 2, dtype=torch.int32, device=self.device))
+        self._counts = hold(torch.zeros(world + 4, dtype=torch.int32, device=self.device))
         self._table = hold(self._staged.addresses(self._flags))
         self._pushes = Pushes(self._memory, self._memory.side_stream(), self._flags)
         self._pusher = SumPusher(self._pushes, self._partial, self._staged, with_permits=True)

@@ -38,6 +38,7 @@ from ..gemm.operands import Config, allocate_mbarriers
 from ..gemm.problem import end_steps_of, slots_of_visits
 from ..gemm.roles import run
 from ..rings import ring_phase, ring_slot
+from ..signals import count_up, notify, poll_until
 from ..tiles import grouped_tile, rotated_chunk
 from .handover import await_sums, count_tile
 
@@ -232,11 +233,19 @@ class ScatteredChunks:
 
     @gluon.jit
     def await_permits(self, number, visit):
-        """At the first tile, let `work` store to the peers; the first program to begin gives the permits."""
+        """At the first tile, let `work` store to the peers; the first program to begin gives the permits.
+
+        It alone waits for those of the peers: by when another one begins they may have been lowered.
+        """
         if visit == 0:
+            come_ptr = self.counts_ptr + self.WORLD + 2
             if number == 0:
                 let_peers_write(self.table_ptr, self.peers, self.WORLD)
-            wait_for_all(FREE, NO_PERMIT, self.peers, self.WORLD)
+                wait_for_all(FREE, NO_PERMIT, self.peers, self.WORLD)
+                notify(come_ptr, 1)
+            else:
+                for _ in range(2 * self.WORLD):  # longer than that program waits for its peers
+                    poll_until(come_ptr, 1, self.peers.patience_ticks, False)
             mbarrier.arrive(self.writable.index(0), count=1)
 
     @gluon.jit
@@ -244,6 +253,11 @@ class ScatteredChunks:
         """Part from the peers in the launch with the own chunk."""
         if self.first + self.chunks == self.WORLD:
             part_from_peers(self.m, self.peers, self.WORLD, not self.STORES)
+        if self.STORES:
+            come_ptr = self.counts_ptr + self.WORLD + 2
+            if count_up(come_ptr + 1, "acq_rel") == gl.num_programs(0) - 1:
+                gl.store(come_ptr, 0)
+                gl.store(come_ptr + 1, 0)
 
 
 UNSPECIALIZED = ["flags_ptr", "errors_ptr", "M", "K", "capacity", "first", "chunks", "rank"]
@@ -261,7 +275,7 @@ def specialized_gemm_reduce_scatter(
     table_ptr,  # int64 [2, WORLD]: where `staged` and `flags` of each rank lie
     staged_ptr,  # [WORLD - 1, capacity, N]: the sums of rank + 1, rank + 2, ... for this rank
     flags_ptr,  # int32 [FLAGS, WORLD]
-    counts_ptr,  # int32 [WORLD + 2], 0 between launches, as in `plain`
+    counts_ptr,  # int32 [WORLD + 4], 0 between launches, as in `plain`
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
     addend_ptr,  # [M, N], contiguous, which is added to A @ B.T; or None
     M,

@@ -47,7 +47,7 @@ class Scene(Call):
         self.partial = np.full((slots * self.capacity, self.n), np.nan)
         self.staged = np.full(slots * self.capacity * self.n, np.nan)
         self.out = np.full((self.m, self.n), np.nan)
-        self.counts = np.zeros(self.world + 2, dtype=np.int64)
+        self.counts = np.zeros(self.world + 4, dtype=np.int64)
         self.pushed: dict[int, np.ndarray] = {}  # what has left for each peer
         # Of peers: their memory for other ranks' sums, and their flags.
         self.staged_there = {peer: np.full(self.staged.shape, np.nan) for peer in self.peers()}
@@ -230,6 +230,22 @@ def test_a_peer_that_does_not_come_is_given_up_and_everything_ends(variant, tens
 def test_who_hands_over_the_last_chunk_does_not_undo_that_its_peer_is_given_up():
     scene = Scene(2, 1, 11, 4, 9, seed=161877, dead=0, patience_ticks=4, stores=True)
     reduce_scatter(scene, programs=2, buffers=2, store=(8, 1))
+
+
+@KINDS
+def test_a_program_that_begins_late_waits_for_no_permit_that_has_been_taken(
+    variant, tensor_memory, monkeypatch
+):
+    kernel = KERNEL.specialized_gemm_reduce_scatter
+    scene = Scene(3, 1, 11, 20, 5, seed=3, stores=True, patience_ticks=4)
+
+    def late(*args, **options):
+        if now().program > 0:
+            now().pause(lambda: len(scene.pushed) > 0, "the sums of a peer")
+        kernel(*args, **options)
+
+    monkeypatch.setattr(KERNEL, "specialized_gemm_reduce_scatter", late)
+    reduce_scatter(scene, variant, tensor_memory=tensor_memory, programs=3, buffers=2)
 
 
 def test_a_peer_with_other_rows_is_recorded():
