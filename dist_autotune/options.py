@@ -8,10 +8,10 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from . import settings
 from .errors import CacheWarning, InvalidOption
@@ -100,6 +100,10 @@ class Options:
     bits: str = settings.DEFAULT_BITS
     outputs: Sequence[Any] = ()
 
+    # No options: what the environment has said, as it was before, and all variables then.
+    _not_given: ClassVar[Mapping[str, Any]] = {}
+    _variables: ClassVar[Mapping[str, str]] = {}
+
     def __post_init__(self) -> None:
         settings.check_variables()
         self._check_values()
@@ -115,11 +119,21 @@ class Options:
             raise InvalidOption(
                 "objective='graph' belongs to mode='replay': a run is captured and replayed to judge it"
             )
-        for name, value in self._from_environment().items():
+        found = self._from_environment()
+        not_given = {name: getattr(self, name) for name in found if name != "log_dir"}
+        found |= {"_not_given": not_given, "_variables": settings.variables()}
+        for name, value in found.items():
             object.__setattr__(self, name, value)
         for name in ("log_dir", "cache"):  # a later os.chdir moves none
             if isinstance(given := getattr(self, name), str | os.PathLike):
                 object.__setattr__(self, name, Path(given).absolute())
+
+    def at_first_call(self) -> Options:
+        """Return the options as the environment says by now: programs set variables behind their imports.
+
+        The log directory stays that of the decoration.
+        """
+        return self if settings.variables() == self._variables else replace(self, **self._not_given)
 
     def _from_environment(self) -> dict[str, Any]:
         """Return the options that were not given, as the environment or the user's directories say."""

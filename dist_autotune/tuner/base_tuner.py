@@ -88,6 +88,7 @@ class BaseTuner:
         if self._calls is None:
             from .calls import Calls  # imports all that a session needs: only for a call
 
+            self.options = self.options.at_first_call()
             made = Calls(self._function, self.options, self._name)
             with _FIRST_CALL:
                 self._calls = self._calls or made

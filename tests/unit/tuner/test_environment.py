@@ -134,6 +134,20 @@ def test_directories_are_resolved_when_the_function_is_decorated(tmp_path, monke
     assert list(elsewhere.iterdir()) == []
 
 
+def test_variables_that_a_program_sets_behind_its_imports_count_and_the_logs_stay(
+    tmp_path, monkeypatch, bench
+):
+    decorated, given = (bench.tuned({16: 3.0, 32: 1.0}, **more) for more in ({}, {"cache": "given"}))
+    monkeypatch.setenv("DIST_AUTOTUNE_CACHE_DIR", str(tmp_path / "later"))
+    monkeypatch.setenv("DIST_AUTOTUNE_TIMEOUT_S", "7")
+    monkeypatch.setenv("DIST_AUTOTUNE_LOG_DIR", str(tmp_path / "later-logs"))
+    decorated(), given()
+    assert list((tmp_path / "later").glob("add-*.json"))
+    assert list((tmp_path / "given").glob("add-*.json"))
+    assert (decorated.options.timeout_s, decorated.options.log_dir) == (7, tmp_path / ".autotune_logs")
+    assert not (tmp_path / "later-logs").exists()
+
+
 def test_the_environment_is_read_in_one_module_only():
     package = Path(dist_autotune.__file__).parent
     readers = [
