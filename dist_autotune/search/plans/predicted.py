@@ -25,14 +25,12 @@ from .space import MOST_CANDIDATES, SHARE_STEP, KernelLevels, Plan, PlanSpace
 
 FEWEST_PLANS, MOST_PLANS = 12, 400
 FIRST_WAVE, WAVE, MOST_TRIED = 20, 3, 96  # plans
-MOST_UNTOLD = 6  # of them that launch no kernel, and are taken twice
 LIKELY = 0.1  # of the run, that the first ones are expected to lose at most by their launches
 SHOWN = 0.5  # of what a candidate takes longer by its launches, beside other options than in these
 SPIKE = 1.15  # times what is expected: such a time is taken again
 GAIN, CHANCE = 0.01, 0.02  # it ends when the chance that an untried plan wins by more is below
 SLOWER = 1.3  # times the usual: that a plan is slower than that counts no more
-NEAR, FINALISTS, NEAR_RUNS = 1.04, 8, 40  # of the best: plans that race with the first one ...
-EXPECTED = 2  # ... and with so many that are expected to be the fastest
+NEAR, FINALISTS, NEAR_RUNS = 1.04, 8, 40  # of the best: plans that race with the first one
 MOST_RUNS = 2 * (MOST_TRIED + WAVE - 1) + NEAR_RUNS + MORE_RUNS
 _NORMAL = statistics.NormalDist()
 _REST, _NOISE = 0.05, 0.011  # deviations: of what options add, expected; of a run
@@ -82,17 +80,16 @@ def predicted(space: PlanSpace, plans: Sequence[Plan]) -> Search:
         few = sorted(range(1, len(plans)), key=slower_ms.__getitem__)[: MOST_RACED - 1]
         known = [plans[index] for index in (0, *few)]
         return (yield from raced("all", known, race_of(known), MORE_RUNS)).winner
-    untold = _untold(space, plans)
-    wave = _first_wave(plans, slower_ms, LIKELY * least(ms[0]), untold)
+    wave = _first_wave(plans, slower_ms, LIKELY * least(ms[0]))
     ms |= yield from _timed(asked, wave)
     model = _ExpectedTimes(likeness, slower_ms, ms)
     while wave:
         for index in wave:
-            if index in untold or not least(ms[index]) <= SPIKE * model.by_launches[index]:
+            if not least(ms[index]) <= SPIKE * model.by_launches[index]:
                 ms[index] = faster_of_two(ms[index], (yield asked[index]))
         wave = model.next_wave(ms)
         ms |= yield from _timed(asked, wave)
-    finalists = [plans[index] for index in model.finalists(ms)]
+    finalists = [plans[index] for index in _finalists(ms)]
     return (yield from raced("predicted, near", finalists, NEAR_RUNS, MORE_RUNS)).winner
 
 
@@ -104,19 +101,11 @@ def _timed(asked: Sequence[AskedPlan], wave: Sequence[int]) -> Generator[AskedPl
     return ms
 
 
-def _untold(space: PlanSpace, plans: Sequence[Plan]) -> list[int]:
-    """Return some plans that launch no kernel: neither launches nor other plans tell of their times."""
-    names = {kernel.name for kernel in space.kernels}
-    return [index for index, plan in enumerate(plans) if index and not names & plan.keys()][:MOST_UNTOLD]
-
-
-def _first_wave(
-    plans: Sequence[Plan], slower_ms: Sequence[float], likely_ms: float, untold: Sequence[int]
-) -> list[int]:
+def _first_wave(plans: Sequence[Plan], slower_ms: Sequence[float], likely_ms: float) -> list[int]:
     """Return plans drawn from those that launches expect to lose little, then from the others."""
     drawn = sorted(range(1, len(plans)), key=lambda index: digest(repr(sorted(plans[index].items()))))
     drawn.sort(key=lambda index: slower_ms[index] > slower_ms[0] + likely_ms)
-    return [*untold, *(index for index in drawn if index not in untold)][: FIRST_WAVE - 1]
+    return drawn[: FIRST_WAVE - 1]
 
 
 def _is_known(ms: float) -> bool:
@@ -161,7 +150,6 @@ class _ExpectedTimes:
         self.by_launches = [fastest_ms + each for each in slower_ms]
         self._logs = [math.log(each) for each in self.by_launches]
         self._likeness = likeness
-        self._expected = list[float]()  # log ms, as last fitted
 
     def next_wave(self, ms: Mapping[int, float]) -> list[int]:
         """Return the plans to try next, the likeliest last; none when that cannot pay."""
@@ -171,26 +159,25 @@ class _ExpectedTimes:
         expectation = Expectation(self._likeness, rest=_REST, noise=_NOISE)
         for index, each in added.items():
             expectation.observe(index, min(each, most))
-        self._expected = [mean + each for mean, each in zip(expectation.means, self._logs, strict=True)]
-        bar, none_wins = min(self._expected[index] for index in added) + math.log(1 - GAIN), 1.0
+        expected = [mean + each for mean, each in zip(expectation.means, self._logs, strict=True)]
+        bar, none_wins = min(expected[index] for index in added) + math.log(1 - GAIN), 1.0
         chances, variances = {}, expectation.variances
-        for index, expected in enumerate(self._expected):
+        for index, mean in enumerate(expected):
             if index not in ms:
                 deviation = math.sqrt(variances[index])
-                chances[index] = _NORMAL.cdf((bar - expected) / deviation)
+                chances[index] = _NORMAL.cdf((bar - mean) / deviation)
                 none_wins *= 1 - chances[index]
         if 1 - none_wins < CHANCE or len(ms) >= MOST_TRIED:
             return []
-        return sorted(chances, key=lambda i: (-chances[i], self._expected[i], i))[WAVE - 1 :: -1]
+        return sorted(chances, key=lambda i: (-chances[i], expected[i], i))[WAVE - 1 :: -1]
 
     def _likely_ms(self, index: int, ms: float) -> float:
         """Return what a tried plan takes: of a time that may hold the host's, what is nearest to expected."""
         return min(max(self.by_launches[index], least(ms)), float(ms))
 
-    def finalists(self, ms: Mapping[int, float]) -> list[int]:
-        """Return the first plan and the tried ones near the best, by their times and as they are expected."""
-        by_time = sorted((i for i in sorted(ms) if 0 < ms[i] < math.inf), key=ms.__getitem__)
-        near_ms = NEAR * ms[by_time[0]]
-        near = [index for index in by_time if least(ms[index]) <= near_ms][:FINALISTS]
-        near += sorted(by_time, key=self._expected.__getitem__)[:EXPECTED]
-        return [0, *dict.fromkeys(index for index in near if index)]
+
+def _finalists(ms: Mapping[int, float]) -> list[int]:
+    """Return the first plan and the tried ones near the best."""
+    by_time = sorted((i for i in sorted(ms) if 0 < ms[i] < math.inf), key=ms.__getitem__)
+    near = [index for index in by_time if least(ms[index]) <= NEAR * ms[by_time[0]]][:FINALISTS]
+    return [0, *(index for index in near if index)]
