@@ -240,10 +240,8 @@ class ExpertParallel(NumberedCalls):
 
         In one launch those of a dispatch have been copied, too.
         """
-        d, at_once = (
-            self._new_dispatch(topk_ids.detach().contiguous(), columns),
-            self._is_at_once(kind, len(x)),
-        )
+        d = self._new_dispatch(topk_ids.detach().contiguous(), columns)
+        at_once = self._is_at_once(kind, len(x))
         to_all, patience_ticks = kind == DISPATCH_MATMUL, self._patience_ticks
         self._launches.send(x, d, None, patience_ticks, to_all=to_all, fp8=fp8, at_once=at_once)
         if not at_once:
