@@ -93,7 +93,12 @@ def tuned_step(options: argparse.Namespace) -> Any:
 
     if options.arm == "starts":
         SynchronizedStart.lead_ms = lambda self, filler_ms, *_, **__: filler_ms  # type: ignore[method-assign]
-    given: dict[str, Any] = {"overhead": options.overhead, "cache": False, "progress": False}
+    given: dict[str, Any] = {
+        "search": options.search,
+        "overhead": options.overhead,
+        "cache": False,
+        "progress": False,
+    }
     given["is_dist"] = options.ranks > 1 and options.arm != "exchanges"
     given |= {"fillers": {"filler_ms": 0.0}, "log": {"log_dir": None}}.get(options.arm, {})
     return contextual_autotune(step, mode="online", **given)
@@ -164,6 +169,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=30.0, help="of the host, without launches")
     parser.add_argument("--ranks", type=int, default=1, help="processes that agree")
     parser.add_argument("--overhead", type=float, default=0.15, help="as the option")
+    parser.add_argument("--search", default="auto", help="racing compiles and tries all, also of small keys")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="'as it is' comes first")
     parser.add_argument("--cuda", action="store_true", help="use the GPU that is here")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
