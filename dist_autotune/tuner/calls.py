@@ -68,8 +68,6 @@ class Calls:
     def report(self) -> TuningReport | None:
         session, state = self._session, self.state  # read once: another thread may ask
         report = self._reports.last if session is None else session.report()
-        if report is None:
-            return None
         later = () if state is None or state.function.tunes else contexts_from_cache(state.registry)
         return self._reports.completed(report, later)
 
@@ -334,8 +332,7 @@ class Calls:
     def _new_session(self, state: FunctionState) -> Session:
         tunes = state.function.tunes
         if tunes:
-            of_group, of_option = diagnosis.warn_of_missing_group, diagnosis.warn_of_missing_is_dist
-            (of_group if self._options.is_dist else of_option)(self._name)
+            diagnosis.warn_of_ranks_alone(self._name, is_dist=self._options.is_dist)
         state.known.ignores_known = self._is_retuning and tunes
         self._wants_session = True
         self._settled.begin_session()
@@ -353,8 +350,7 @@ class Calls:
         if session.retunes:
             self._wants_session, self._is_retuning, self._is_to_retune = True, True, False
             return
-        has_retuned = session.state.known.ignores_known and not session.has_failed
-        self._is_retuning &= not has_retuned
+        self._is_retuning &= session.has_failed or not session.state.known.ignores_known
         if not self._wants_session:
             _ = session.state.call_count  # from now on peers are answered
 

@@ -114,6 +114,11 @@ def _warn_once(about: str, text: str) -> None:
         warnings.warn(text, UserWarning, stacklevel=2)
 
 
+def warn_of_ranks_alone(name: str, *, is_dist: bool) -> None:
+    """Warn once where each of several ranks tunes for itself."""
+    (warn_of_missing_group if is_dist else warn_of_missing_is_dist)(name)
+
+
 def warn_of_missing_is_dist(name: str) -> None:
     """Warn once that the ranks of a process group tune each for itself."""
     if dist.is_available() and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:

@@ -206,8 +206,10 @@ class ReportsOfFunction:
         self._earlier = {} if anew else earlier
         self.last = report
 
-    def completed(self, report: TuningReport, later: tuple[TunedContext, ...]) -> TuningReport:
+    def completed(self, report: TuningReport | None, later: tuple[TunedContext, ...]) -> TuningReport | None:
         """Return a report with what earlier sessions have found, and `later` contexts. Any thread may."""
+        if report is None:
+            return None
         contexts, (earlier, earlier_s) = (*report.contexts, *later), self._before(report)
         now = {context.label for context in contexts}
         before = sorted((each for label, each in earlier.items() if label not in now), key=time_order)
