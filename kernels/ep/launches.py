@@ -32,6 +32,7 @@ SIDE_BY_SIDE = 4  # rows that it reads at once: 4096 tokens of an H200 take 0.84
 INTERPRETED_SMS = 1
 INTERPRETED_PROGRAMS = 2  # of a product
 TMA_CAPABILITY = 9
+GROUPED_CAPABILITIES = (9, 10)  # on others torch's host reads the offsets, and multiplies expert by expert
 TORCH, OURS = "grouped_mm", "multiply_rows"  # products of rows that are here
 
 
@@ -285,7 +286,11 @@ class Launches:
 
 
 def _torch_takes(rows: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether torch multiplies them while its host waits for no count: in bfloat16, at 16 bytes."""
+    """Return whether torch multiplies them while its host waits for no count.
+
+    In bfloat16, at 16 bytes, on GPUs that it has a grouped kernel for.
+    """
+    has_kernel = rows.device.type == "cpu" or capability(rows.device) in GROUPED_CAPABILITIES
     pitches = (rows.stride(0), weight.shape[1])  # of the product, too
     begin = begin_at_16_bytes(rows.element_size(), (rows.data_ptr(),), pitches)
-    return rows.dtype == torch.bfloat16 and begin and lies_for_tma(weight)
+    return has_kernel and rows.dtype == torch.bfloat16 and begin and lies_for_tma(weight)

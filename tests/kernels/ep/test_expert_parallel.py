@@ -397,3 +397,12 @@ def test_the_way_of_few_tokens_is_tuned_by_each_rank_unless_it_is_fixed(rank):
         assert found == (ways if one_launch is None else set())
     with pytest.raises(ValueError, match="one_launch is 'yes'; it is True, False, or None, which tunes it"):
         opened(one_launch="yes")
+
+
+@pytest.mark.parametrize(("major", "takes"), [(0, False), (8, False), (9, True), (10, True), (12, False)])
+def test_torch_multiplies_only_on_gpus_on_which_its_host_waits_for_no_count(major, takes, monkeypatch):
+    monkeypatch.setattr(ep_launches, "capability", lambda device: major)
+    rows, weight = (
+        torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((8, 64), (2, 32, 64))
+    )
+    assert ep_launches._torch_takes(rows, weight) == takes
