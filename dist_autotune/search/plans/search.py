@@ -22,12 +22,11 @@ FEW_ROOMS = 4  # beside many options
 MORE_RUNS = 40  # of the best plan and that of the incumbents, where they are near
 SEEMS = 0.015  # of
 GAIN = 0.025  # of the time of the incumbents' plan, for another to be faster
-NEAR = 1.06  # of the best plan: plans that race again
 TOGETHER_RUNS, TOGETHER_RUNS_PER_PLAN = 30, 2.0
 CONFIRMED, CONFIRMING_RUNS = 3, 24  # of the fastest, with the incumbents' plan
-NEAR_RUNS, NEAR_RUNS_PER_PLAN = 45, 3.0  # of those near the best
+NEAR_RUNS, NEAR_RUNS_PER_PLAN = 45, 3.0  # of those beside the best
 SPARED_RUNS, SPARED, MOST_SPARED = 16, 0.02, 4  # of a plan, beyond what launches let expect; candidates
-MOST_NEAR, MOST_BESIDE = 12, 6  # of them, and options of those beside the best
+MOST_BESIDE = 6  # options of them
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,6 @@ class Raced:
     def fastest(self) -> Plan:
         return self.timed[0][1] if self.timed else self.winner
 
-    @property
-    def near(self) -> list[Plan]:
-        """Return the plans within NEAR of the fastest, which is one of them whatever its time."""
-        fastest_ms = self.timed[0][0] if self.timed else 0.0
-        return [plan for ms, plan in self.timed if ms <= max(NEAR * fastest_ms, fastest_ms)]
-
     def gain(self, base: Plan, expected_ms: float = 0.0) -> float:
         """Return by what part of the base plan's time another is faster than `expected_ms` beyond it."""
         base_ms = next((ms for ms, plan in self.timed if plan == base), math.inf)
@@ -75,7 +68,7 @@ def runs_at_most(kernels: int, choices: Sequence[int]) -> int:
     if kernels < 2 and len(choices) < 2:
         return race
     first = math.ceil(max(TOGETHER_RUNS, TOGETHER_RUNS_PER_PLAN * MOST_PLANS)) + CONFIRMING_RUNS
-    return max(race, first + math.ceil(NEAR_RUNS_PER_PLAN * (MOST_NEAR + 3 * MOST_BESIDE)))
+    return max(race, first + math.ceil(NEAR_RUNS_PER_PLAN * (2 + 3 * MOST_BESIDE)))
 
 
 def fastest_plan(space: PlanSpace, *, keeps_kernels: bool = False) -> Search:
@@ -133,10 +126,9 @@ def together(space: PlanSpace) -> Search:
     again = yield from raced("together, confirmed", [base, *few], CONFIRMING_RUNS, 0)
     if again.gain(base) < GAIN:  # a few samples, of which some were spikes, had promised it
         return base
-    near = [starts[plans.index(plan)] for plan in race.near if plan != base][:MOST_NEAR]
     best = starts[plans.index(again.fastest)]
-    near += [*_beside(space, best), _start(space, _fastest_options(starts, race), best.room, best.kernels)]
-    plans = [start.plan for start in _distinct(near)]
+    changed = _start(space, _fastest_options(starts, race), best.room, best.kernels)
+    plans = [start.plan for start in _distinct([best, *_beside(space, best), changed])]
     last = yield from raced("together, near", plans, max(NEAR_RUNS, NEAR_RUNS_PER_PLAN * len(plans)), 0)
     return last.fastest
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from dist_autotune.search.plans.search import MOST_PLANS, Raced, fastest_plan, starts_of
+from dist_autotune.search.plans.search import MOST_PLANS, fastest_plan, starts_of
 from dist_autotune.search.plans.space import MOST_CANDIDATES, PlanSpace, levels_of
 
 # The fastest of each share, one that is slower than another of its share, one beyond three times the fastest.
@@ -34,10 +34,6 @@ def test_of_many_candidates_a_slow_one_that_leaves_room_may_win_beside_an_option
 def test_a_kernel_begins_with_its_incumbent_however_slow():
     levels = levels_of("k", {0: 1.0, 1: 3.5}, {}, incumbent=1)
     assert (levels.incumbent, levels.thinned(1)) == (1, [1])
-
-
-def test_the_fastest_plan_is_near_itself_where_what_two_samples_tell_is_below_zero():
-    assert Raced({}, [(-2.0, {"k": 1}), (1.0, {"k": 0})]).near == [{"k": 1}]
 
 
 def test_of_thousands_of_options_together_no_more_are_looked_at_than_are_raced(monkeypatch):
