@@ -117,14 +117,14 @@ def _of_named(name: str, item: Any) -> Iterator[tuple[str, Any]]:
 
 def _leaves(path: str, value: Any, within: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
     """Yield tensors, arrays, plain values and opaque objects, each with its path."""
-    if hasattr(value, "trigger_wait"):  # of a collective under way
-        value = value.trigger_wait()
-    if hasattr(value, "__tensor_flatten__"):  # a tensor that wraps others, as a DTensor its own part
-        parts: list[tuple[str, Any]] | None = [
-            (f".{name}", getattr(value, name)) for name in value.__tensor_flatten__()[0]
-        ]
+    parts: list[tuple[str, Any]] | None = None
+    if not isinstance(value, torch.Tensor):
+        parts = _parts_of_object(value)
     else:
-        parts = None if isinstance(value, torch.Tensor) else _parts_of_object(value)
+        if hasattr(value, "trigger_wait"):  # of a collective under way
+            value = value.trigger_wait()
+        if hasattr(value, "__tensor_flatten__"):  # a tensor that wraps others, as a DTensor its own part
+            parts = [(f".{name}", getattr(value, name)) for name in value.__tensor_flatten__()[0]]
     if parts is None:
         yield path, value
     elif id(value) not in within:

@@ -89,12 +89,14 @@ class Watchdog:
     @contextlib.contextmanager
     def watching(self, sequence: int, watch: Watch) -> Iterator[None]:
         """Watch while the block runs."""
-        self._runs.append(run := _Run(watch, lambda: run in self._runs, sequence))
-        self._start()
+        run = _Run(watch, lambda: run in self._runs, sequence)
         try:
+            self._runs.append(run)
+            self._start()  # a Ctrl-C may come while the thread starts
             yield
         finally:
-            self._runs.remove(run)
+            with contextlib.suppress(ValueError):
+                self._runs.remove(run)
 
     def follow(self, watch: Watch, reason: str, is_stuck: Callable[[], bool]) -> None:
         """Report once that this rank stays in a run that peers have left; later, if asked, end it."""

@@ -222,6 +222,7 @@ def test_a_result_that_holds_itself_or_cannot_be_seen_ends():
     assert digests(object()) == digests(iter([torch.ones(1)])) == {}
     found = OutputDigests([torch.ones(1), {"a": object()}], ())
     assert (found.tensors, found.unseen) == (1, ["the result[1]['a'] (a builtins.object)"])
+    assert digests([torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged), DTensor])
 
 
 def test_tensors_without_memory_are_not_compared_and_named():

@@ -40,6 +40,18 @@ def test_a_run_is_watched_while_another_one_ends():
     watchdog.close()
 
 
+def test_a_run_that_ends_while_the_thread_starts_is_watched_no_more(monkeypatch):
+    told, watchdog = [], Watchdog(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(watchdog, "_start", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            watchdog.watching(5, Watch("the first call", 0.01, "raise", told.append, str)).__enter__()
+    with watchdog.watching(6, Watch("the next call", 0.01, "raise", told.append, str)):
+        wait_for(lambda: told)
+    watchdog.close()
+    assert ["the next call" in text for text in told] == [True]
+
+
 def test_a_report_that_fails_ends_neither_the_heartbeats_nor_the_abort(monkeypatch, caplog):
     beats, ended = [], []
 
