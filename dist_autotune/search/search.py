@@ -173,7 +173,7 @@ class Search:
             runs=state.runs,
             judged_run=state.judged_run,
             tries=state.tries,
-            follows_fit=state.follows_fit,
+            follows_fit=state.phase.follows_fit,
             compares_outputs=state.compares_outputs,
             counts=state.has_counted_run,
             is_pending=run.run.is_pending,

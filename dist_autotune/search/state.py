@@ -118,13 +118,8 @@ class SearchState:
         return phase.label if isinstance(phase, RunPhase) and not phase.holds else None
 
     @property
-    def follows_fit(self) -> bool:
-        """Return whether choosing the next run took the host long, so that ranks come late to it."""
-        return self.run_phase is not None and self.run_phase.follows_fit
-
-    @property
     def _is_compiling(self) -> bool:  # on some rank, if that may now
-        return any(context.compiling for context in self.contexts.values())
+        return not self.pace.holds and any(context.compiling for context in self.contexts.values())
 
     @property
     def _searched(self) -> list[Context]:  # by this session; any thread may ask
@@ -279,8 +274,7 @@ class SearchState:
 
     def _let_runs_apart(self) -> None:
         """Count the runs without a trial that come before the next exchange: none while news is awaited."""
-        awaits = any(context.waiting for context in self.contexts.values())
-        awaits |= self._is_compiling and not self.pace.holds
+        awaits = self._is_compiling or any(context.waiting for context in self.contexts.values())
         awaits |= self.run_phase is not None and self.run_phase.waiting
         wanted = 0 if awaits or not (self.pace.holds or self._pays_back) else self.pace.steps_apart
         left = math.inf if self.rules.max_runs is None else self.rules.max_runs - self.runs - 2
@@ -295,7 +289,7 @@ class SearchState:
         kind = StepKind.of(
             is_new=any(part.announcement for part in report.parts.values()),
             is_trial=any(each.is_on_trial for each in self._trials),
-            is_compiling=self._is_compiling and not self.pace.holds,
+            is_compiling=self._is_compiling,
         )
         self._made.count(kind, waits=any(each.waiting for each in self._trials))
         self.pace.record_apart(report.apart, report.apart_s)

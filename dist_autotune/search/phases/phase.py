@@ -31,6 +31,11 @@ class Phase:
         races = ((c.name, c.trial) for c in self._contexts.values() if c.is_racing)
         return {name: index for name, index in races if index is not None}
 
+    @property
+    def follows_fit(self) -> bool:
+        """Return whether choosing the next run took the host long, so that ranks come late to it."""
+        return False
+
 
 class RaceLaunches(Phase):
     """All kernels race, each judged by its launches."""
@@ -72,7 +77,7 @@ class RunPhase(Phase, abc.ABC):
 
     @property
     def follows_fit(self) -> bool:
-        """Return whether choosing the next run took the host long; its plan may be asked for in several."""
+        """Return whether choosing the next run took so: its plan may be asked for in several."""
         return self._asked.follows_fit and not self._asked_runs
 
     @property

@@ -202,7 +202,7 @@ def test_of_a_run_that_follows_a_fit_it_is_known_that_ranks_come_late_to_it(monk
         def run(self):
             if "predicted" in str(self.tuning.judged_run):
                 follows_fit.append(bool(fits))
-                told.append(self.tuning.follows_fit)
+                told.append(self.tuning.phase.follows_fit)
             fits.clear()
             super().run()
 
