@@ -155,6 +155,7 @@ class AllGatherGemm(NumberedCalls):
         super()._read_device(dtype)
         self._layouts: dict[Hashable, GatherLayout] = {}  # by those of tensors that have been checked
         self._chunk_calls: dict[int, ChunkCall] = {}  # by programs
+        self._may_store = self._fixed.by_stores is not False
 
     def _other_rows(self) -> str:
         return self._collective.differing()

@@ -72,10 +72,10 @@ def stand_in(
     pushes.put_back()
 
 
-def leave(pushes: Pushes, timeout_s: float) -> None:
+def leave(pushes: Pushes, timeout_s: float, *, behind_kernels: bool) -> None:
     """Let each peer find this rank given up, once it comes to a call that this rank has not pushed for.
 
-    See [Note: a rank leaves].
+    behind_kernels: of this rank's calls, as some may take permits themselves. See [Note: a rank leaves].
     """
     words = (FREE.value, AFTER.value, AFTER.value + 1, ROWS_SENT.value, ARRIVED.value)
     told = {
@@ -94,6 +94,8 @@ def leave(pushes: Pushes, timeout_s: float) -> None:
     elif is_on_host:
         threading.Thread(target=_tell, args=(told, timeout_s), daemon=True).start()
     else:
+        if behind_kernels:
+            pushes.stream.fork()
         for permit, writes in told.values():
             pushes.memory.enqueue([Wait(permit, 1), Write(permit, 0), *writes], pushes.stream)
 

@@ -43,6 +43,7 @@ class NumberedCalls(Operation):
 
     _puts: ClassVar[bool] = False  # it has a step `_put`
     _agrees: ClassVar[bool] = True  # hosts agree on the way of a call, by `_collective`
+    _may_store = False  # a kernel stores to the peers, and takes their permits itself
     _way: ClassVar[str]  # the name of the `tunable` by which a rank chooses it
     _collective: Collective
     _pushes: Pushes
@@ -142,7 +143,8 @@ class NumberedCalls(Operation):
 
     def _leave_peers(self) -> None:
         """Let each peer find this rank given up, in the first call that it has taken no part in."""
-        absence.leave(self._pushes, self._patience_s())
+        takes_permits = self.is_captured or self._may_store  # a graph, or a kernel, beside the side stream
+        absence.leave(self._pushes, self._patience_s(), behind_kernels=takes_permits)
 
     def _leave_hosts(self) -> None:
         if self._agrees:

@@ -18,6 +18,7 @@ from random import Random
 import pytest
 import torch
 
+from dist_autotune.kernels.exchange import absence
 from dist_autotune.kernels.exchange.flags import AFTER, ARRIVED, DONE, FLAGS, FREE
 from dist_autotune.kernels.exchange.push import ChunkPusher, Pushes, SumPusher
 from dist_autotune.kernels.signals import GIVEN_UP
@@ -361,6 +362,25 @@ def fails(kind, seeds: int) -> str:
 @pytest.mark.parametrize("kind", [Scattering, Gathering])
 def test_calls_end_and_read_what_they_should_in_any_order(kind):
     assert fails(kind, 150) == ""
+
+
+@pytest.mark.parametrize("kind", [Scattering, Gathering])
+def test_a_rank_that_leaves_takes_no_permit_of_a_call_that_is_under_way(kind):
+    for seed in range(60):
+        random = Random(seed)
+        ranks = devices(2, random)
+        memory = [torch.zeros((2, 1, 1), dtype=torch.int32) for _ in ranks]
+        operations = [kind(device, memory) for device in ranks]
+        for device in ranks:
+            device.forget()
+        for operation in operations * 2:
+            operation.make("replay")
+        leaves, stays = ranks
+        pushes = getattr(operations[0], "pushes", None) or operations[0].pusher.pushes
+        absence.leave(pushes, 1, behind_kernels=True)
+        stays.write_signal(leaves.flags.local[FREE.value, 1], 1, stays.caller)  # comes to another call
+        assert Run(ranks, random).to_its_end()
+        assert int(stays.flags.local[FREE.value, 0]) > GIVEN_UP.value
 
 
 class GivingUp:
