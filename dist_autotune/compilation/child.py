@@ -131,9 +131,11 @@ class Child:
         return Ending(_crash_text(what, code, said.decode(errors="replace")))
 
     def stands_still(self) -> bool:
-        """Return whether the child has neither computed nor had a helper for STILL_S."""
+        """Return whether the child has neither computed nor had a helper for STILL_S, without its pauses."""
         now = time.monotonic()
-        computed = None if self.is_over or self._paused is not None else computed_by(self._pid)
+        if self._paused is not None:
+            return False
+        computed = None if self.is_over else computed_by(self._pid)
         if computed is None or computed != self._computed:
             self._computed, self._moved = computed, now
         return now - self._moved > STILL_S
@@ -146,7 +148,8 @@ class Child:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 kill(self._pid, signal.SIGCONT if goes_on else signal.SIGSTOP)
         now = time.monotonic()
-        self._began += 0.0 if self._paused is None else now - self._paused
+        paused_s = 0.0 if self._paused is None else now - self._paused
+        self._began, self._moved = self._began + paused_s, self._moved + paused_s
         self._paused = None if goes_on else now
 
     def wait(self) -> Ending:

@@ -101,6 +101,20 @@ def test_a_child_that_waits_for_a_lock_stands_still_and_one_that_computes_does_n
         child.kill()
 
 
+def test_pauses_put_off_by_their_length_that_a_child_stands_still(monkeypatch):
+    monkeypatch.setattr(of_child, "STILL_S", 0.5)
+    child = Child([signal.pause], 60.0)
+    deadline = time.monotonic() + 30.0
+    while not child.stands_still():
+        assert time.monotonic() < deadline
+        child.pause()
+        assert not child.stands_still()
+        time.sleep(5e-3)
+        child.pause(goes_on=True)
+        time.sleep(50e-3)
+    child.kill()
+
+
 def test_a_child_that_is_paused_is_not_late():
     child = Child([signal.pause], 0.02, yields=True)
     child.pause()
