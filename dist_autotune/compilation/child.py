@@ -135,10 +135,10 @@ class Child:
         now = time.monotonic()
         if self._paused is not None:
             return False
-        computed = None if self.is_over else computed_by(self._pid)
+        computed, sleeps = (None, False) if self.is_over else computed_by(self._pid)
         if computed is None or computed != self._computed:
             self._computed, self._moved = computed, now
-        return now - self._moved > STILL_S
+        return sleeps and now - self._moved > STILL_S
 
     def pause(self, *, goes_on: bool = False) -> None:
         """Stop the child and its helpers; goes_on: let them go on."""
@@ -269,14 +269,18 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def computed_by(pid: int) -> int | None:
-    """Return the ticks that a process has computed if it sleeps and has no child; else None."""
+def computed_by(pid: int) -> tuple[int | None, bool]:
+    """Return the ticks that a process has computed if it sleeps, or waits for a core, and whether it sleeps.
+
+    None: it has a child, or waits for a disk.
+    """
     try:
         with open(f"/proc/{pid}/stat") as stat, open(f"/proc/{pid}/task/{pid}/children") as children:
             state, *fields = stat.read().rpartition(")")[2].split()
-            return int(fields[10]) + int(fields[11]) if state == "S" and not children.read() else None
+            ticks = int(fields[10]) + int(fields[11])
+            return None if state not in "SR" or children.read() else ticks, state == "S"
     except (OSError, ValueError, IndexError):  # it has ended; or this system does not tell
-        return None
+        return None, False
 
 
 def end(pid: int) -> int | None:
