@@ -63,7 +63,8 @@ class Options:
         max_runs: runs of a session, the final one included; None: 4 x what the search plans.
         budget_s: seconds since the session's first call, all included, after which the best so far wins.
         overhead: the share of the time that tuning may take, online: trials are spread over as many steps as
-            that needs. None: 0.15, where a session lasts for more than 10 s. Replay makes trials only.
+            that needs. None: 0.15, where a session lasts for more than 10 s. Replay, which makes trials
+            only, is not limited by it: a line of the log says so.
         compile_jobs: candidates that a rank compiles at a time; None: one on each core of its share of the
             host, online on half of them.
         filler_ms: the longest that a trial may begin later for its kernels to be timed without the host's
@@ -110,11 +111,6 @@ class Options:
         self._check_objects()
         if self.preserve and self.mode == "online":
             raise InvalidOption("preserve= belongs to mode='replay': an online run happens only once")
-        if self.overhead is not None and self.mode == "replay":
-            raise InvalidOption(
-                f"overhead={self.overhead!r} belongs to mode='online': replay makes all runs in one call, "
-                "and the program no steps beside it. Bound that call by budget_s= or max_runs="
-            )
         if self.objective == "graph" and self.mode == "online":
             raise InvalidOption(
                 "objective='graph' belongs to mode='replay': a run is captured and replayed to judge it"

@@ -216,7 +216,13 @@ class FunctionState:
         self.orders.crash_bans = opening.crash_bans
         self.guard.begin_session(opening.session, opening.crashes)
         self.registry.open()
-        return list(opening.remarks)
+        remarks, options = [*opening.remarks], self.function.options
+        if options.overhead is not None and options.mode == "replay":
+            remarks.append(
+                f"overhead={options.overhead} does not limit replay, which makes all its runs in one call: "
+                "budget_s= and max_runs= do"
+            )
+        return remarks
 
     def drop_searches(self, named: Container[str] = ()) -> None:
         """Forget the searches under way and the contexts that an order names, on all ranks alike."""

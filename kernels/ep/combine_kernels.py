@@ -99,7 +99,8 @@ def combine_rows(
                     row = tl.load(places_ptr + place, mask=owner == rank, other=0)
                     row = tl.cast(tl.minimum(row, capacity - 1), tl.int64)
                     from_ptr = tl.where(owner == rank, rows_ptr + row * stride_rows, from_ptr)
-                value = tl.load(from_ptr + columns, mask=mask & real, other=0.0).to(tl.float32)
+                there = columns < tl.where(real, H, 0)
+                value = tl.load(from_ptr + columns, mask=there, other=0.0).to(tl.float32)
                 is_lost = real & ((lost >> tl.maximum(owner, 0)) & 1 != 0)
                 total += weight * tl.where(is_lost, float("nan"), value)
             out_ptrs = out_ptr + tl.cast(token, tl.int64) * stride_out + columns

@@ -53,9 +53,8 @@ def test_the_example_and_every_value_that_is_named_can_be_used(name: str) -> Non
     named, value = option_of(example)
     assert named == name
     values = [value, *map(ast.literal_eval, re.findall(r'`("\w+")`', takes))]
-    beside = {"mode": "online"} if name == "overhead" else {}
     for value in values:
-        assert isinstance(contextual_autotune(print, **beside, **{name: value}), ContextualAutotuner)
+        assert isinstance(contextual_autotune(print, **{name: value}), ContextualAutotuner)
 
 
 def test_what_is_compared_between_ranks_is_listed() -> None:

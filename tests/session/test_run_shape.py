@@ -221,6 +221,14 @@ def test_objective_thunk_keeps_the_default_plan_when_it_is_not_beaten_and_says_s
     assert kernel.best_config.kwargs["BLOCK"] == 16
 
 
+def test_replay_says_in_its_log_that_overhead_does_not_limit_it(bench):
+    tuned = bench.tuned({16: 2.0, 32: 1.0}, overhead=0.01)
+    tuned()
+    assert winner(only(tuned.report)) == 32
+    (said,) = [note.text for note in records(Note) if "overhead" in note.text]
+    assert said.startswith("overhead=0.01 does not limit replay")
+
+
 def plans_that_only_seem_fast(bench, **options):
     """Return a tuned function whose default plan (16, 16) is best, though each step away from it pays."""
     first, second = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 3.0, 32: 1.0}, double)
