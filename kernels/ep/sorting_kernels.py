@@ -183,7 +183,7 @@ def choices_before(
     POSITIONS: tl.constexpr,
 ):
     """Return how many choices of this rank's experts come before each, by expert and position."""
-    before = tl.zeros((KEYS,), dtype=tl.int32)
+    before = tl.zeros((KEYS, POSITIONS), dtype=tl.int32)  # summed once: each sum would wait for all warps
     for peer in range(0, WORLD):
         first = peer * most_tokens * K
         end = first + K * tl.sum(tl.where(tl.arange(0, RANKS) == peer, tokens, 0), axis=0)
@@ -191,8 +191,7 @@ def choices_before(
             others = begin + tl.arange(0, POSITIONS)
             chosen = tl.load(of_slot_ptr + others, mask=others < end, other=-1) - rank * experts
             chosen = tl.where(chosen < 0, experts, chosen)  # of no expert here: before none
-            is_before = (chosen[None, :] < ids[:, None]) | (
-                (chosen[None, :] == ids[:, None]) & (others[None, :] < positions[:, None])
-            )
-            before += tl.sum(is_before.to(tl.int32), axis=1)
-    return before
+            is_earlier = (others[None, :] < positions[:, None]).to(tl.int32)
+            is_before = chosen[None, :] < ids[:, None] + is_earlier
+            before += is_before.to(tl.int32)
+    return tl.sum(before, axis=1)
