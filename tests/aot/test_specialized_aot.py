@@ -84,10 +84,17 @@ class SpecializedKernel:
         return list(zip(configs, in_parallel(jobs), strict=True))
 
     def check_fits(
-        self, config: triton.Config, compiled: Any, target: Any, *, is_estimated: bool = True
+        self,
+        config: triton.Config,
+        compiled: Any,
+        target: Any,
+        *,
+        is_estimated: bool = True,
+        spilled_bytes: int = 0,
     ) -> None:
         shares = target is HOPPER and config.kwargs["VARIANT"] == "cooperative" and config.num_warps == 4
-        used = check_fits(compiled, target, config, spilled=self.spilled_bytes if shares else 0)
+        allowed = self.spilled_bytes if shares else spilled_bytes
+        used = check_fits(compiled, target, config, spilled=allowed)
         estimate = shared_bytes(config.kwargs, 2, tensor_memory=target is BLACKWELL)
         assert not is_estimated or 0 <= estimate - used["shared_bytes"] <= 1024, config
         assert compiled.metadata.global_scratch_size == 0, config  # descriptors come from the host
@@ -169,12 +176,23 @@ FURTHER = {
     },
     "scatter to the peers, Blackwell": (SCATTER, SCATTER.candidates[6], BLACKWELL, {"STORES": True}),
 }
+# Triton 3.9 computes N less a tile's width once a program, before the partitions begin; two of them load it
+# once, before their loops. `find` with that minimum the other way round spills nothing here, but 8 bytes of
+# the same candidate without STORES on 3.6: all 255 registers are in use.
+SPILLED_AT_THE_START = {"scatter to the peers, Blackwell": 8 if HAS_INLINE_PTX else 0}
 
 
-@pytest.mark.parametrize(("kernel", "config", "target", "options"), FURTHER.values(), ids=FURTHER)
-def test_what_a_call_may_add_fits_beside_the_accumulator(kernel, config, target, options):
+@pytest.mark.parametrize("name", FURTHER)
+def test_what_a_call_may_add_fits_beside_the_accumulator(name):
+    kernel, config, target, options = FURTHER[name]
     compiled = kernel.compile(config, target, **options)
-    kernel.check_fits(config, compiled, target, is_estimated="ACTIVATION" not in options)
+    at_the_start = SPILLED_AT_THE_START.get(name, 0)
+    is_estimated = "ACTIVATION" not in options
+    kernel.check_fits(config, compiled, target, is_estimated=is_estimated, spilled_bytes=at_the_start)
+    if at_the_start:
+        _start, *partitions = compiled.asm["sass"].split("USETMAXREG")
+        assert not any(re.search(r"\bSTL\b", part) for part in partitions)
+        assert sum(len(re.findall(r"\bLDL\b", part)) for part in partitions) <= 2
 
 
 @pytest.mark.parametrize("config", [PINGPONG, SMALL_DEEP], ids=["pingpong", "small"])
