@@ -27,11 +27,11 @@ from .report import TunedContext
 
 
 class SessionStage(enum.Enum):
-    """Where a session is on this rank. `Session` alone changes it, on the thread that has the turn.
+    """Where a session is on this rank. Only the thread that has the turn changes it.
 
     BETWEEN_RUNS: nothing of a run is under way, or the session is not open yet.
-    IN_FUNCTION: the user's function runs; what it raises is its caller's (`_one_run`).
-    APPLYING: the order behind a run is applied; an error leaves half a step (`_apply`).
+    IN_FUNCTION: the user's function runs; what it raises is its caller's (`one_run`).
+    APPLYING: the order behind a run is applied; an error leaves half a step (`_apply` of `Session`).
     INTERRUPTED: a run failed on some rank; the next call goes on if all ranks can (`_leave`, `resume`).
     CLOSED, FAILED: only the report is left (`close`); the next call opens another session where it FAILED.
     """
