@@ -5,23 +5,31 @@ A rank's results are its own or an error that names the cause, on all ranks, wit
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 from dense_runs import (
     GATHERING_BY_MAIL,
     GATHERING_BY_STORES,
     STORING_SUMS,
     Reducing,
+    ratio,
     reduce_error_ratio,
+    sum_of_ranks,
 )
 from every_operation import EVERY, EXPERTS, WITH_COLLECTIVES
 from operation_runs import message_of, on_ranks
+from rank_programs import wait_for
 
 from dist_autotune.kernels.gemm_ar.ways import WAYS
 
 ROWS, K, N = 8, 16, 16
+RIGHT = "nothing was raised"
 PROMPT_S = 30.0  # far below the 300 s that a kernel, and 120 s that a test, waits
 
 
@@ -35,6 +43,10 @@ class OneSum(Reducing):
 
     def error_ratio(self, out, a, weight, *others, group=None):
         return reduce_error_ratio(out[0], a, weight, group)
+
+    def own_error_ratio(self, out, a, weight, *others):
+        wanted, magnitude = sum_of_ranks(a, weight)
+        return ratio(out[0], wanted, torch.finfo(out[0].dtype).eps * magnitude)
 
 
 OPERATIONS = {name: (runs, {}) for name, runs in EVERY.items() if name != "GemmAllReduce"}
@@ -67,8 +79,15 @@ class Calls:
         return raised, (out, *operands)
 
     def error_of(self, made):
+        """Return the error of the results, for sums infinite if they differ between ranks; collective."""
         out, *operands = made
         return self.runs.error_ratio(out, *operands)
+
+    def own_error_of(self, made):
+        """Return the error of this rank's results, whether or not its peers have theirs; collective."""
+        out, *operands = made
+        runs = self.runs
+        return (runs.own_error_ratio if isinstance(runs, OneSum) else runs.error_ratio)(out, *operands)
 
 
 def with_wrong_weight(operands):
@@ -88,20 +107,21 @@ def test_wrong_arguments_of_one_rank_fail_that_call_on_all_and_the_next_is_right
     calls = Calls(rank, world, name)
     began = time.monotonic()
     with calls.op:
-        errors = []  # of right calls
+        ended, errors = [], []  # errors: of right calls
         for wrong in (None, 0, None, world - 1, None, None):
             raised, made = calls.make(change=with_wrong_weight if rank == wrong else None, told=told)
+            ended.append((wrong, raised))
             if wrong is None:
-                assert raised == "nothing was raised"
-                errors.append(calls.error_of(made))
-            elif rank == wrong:
-                assert "weight is torch.float64 on cpu; this operation was opened for torch.float16" in raised
-            else:
-                assert raised.startswith(
-                    f"ValueError: {calls.runs.name}, rank {rank}: rank {wrong} refused its"
-                )
-                assert "weight is torch.float64 on cpu" in raised
+                errors.append(calls.error_of(made))  # collective
     assert time.monotonic() - began < PROMPT_S
+    for wrong, raised in ended:
+        if wrong is None:
+            assert raised == RIGHT
+        elif rank == wrong:
+            assert "weight is torch.float64 on cpu; this operation was opened for torch.float16" in raised
+        else:
+            assert raised.startswith(f"ValueError: {calls.runs.name}, rank {rank}: rank {wrong} refused its")
+            assert "weight is torch.float64 on cpu" in raised
     return errors
 
 
@@ -110,12 +130,15 @@ def test_wrong_arguments_of_one_rank_fail_that_call_on_all_and_the_next_is_right
 def test_wrong_arguments_of_all_ranks_are_each_rank_s_own(rank, name):
     calls = Calls(rank, 2, name)
     with calls.op:
+        ended, errors = [], []
         for _ in range(2):
-            raised, _ = calls.make(change=with_wrong_weight)
-            assert raised.startswith("ValueError: weight is torch.float64")
+            ended.append(calls.make(change=with_wrong_weight)[0])
             raised, made = calls.make()
-            assert raised == "nothing was raised"
-            assert calls.error_of(made) < 1
+            ended.append(raised)
+            errors.append(calls.error_of(made))  # collective
+    assert all(raised.startswith("ValueError: weight is torch.float64") for raised in ended[::2])
+    assert ended[1::2] == [RIGHT] * 2
+    return errors
 
 
 @pytest.mark.gpu(devices=2, seconds=20)
@@ -124,13 +147,13 @@ def test_wrong_arguments_of_all_ranks_are_each_rank_s_own(rank, name):
 def test_so_they_do_on_gpus_where_a_check_behind_the_call_tells(rank, name):
     calls = Calls(rank, 2, name)
     with calls.op:
-        assert calls.make()[0] == "nothing was raised"
+        assert calls.make()[0] == RIGHT
         told, _ = calls.make(change=with_wrong_weight if rank == 0 else None)
-        if told == "nothing was raised":
+        if told == RIGHT:
             told = message_of(calls.op.check)
         assert "weight is torch.float64" in told
         raised, made = calls.make()
-        assert raised == "nothing was raised"
+        assert raised == RIGHT
         calls.op.check()
         return [calls.error_of(made)]
 
@@ -152,12 +175,17 @@ def fails_behind(method):
 
 
 STEPS = ["agree", "allocate", "put", "exchange", "launch", "behind the launch", "push"]
+LATE = "launch, when the peer has its result"  # of ways whose product has sent the rows before
+SENDING = ("GemmAllReduce, None", "GemmAllReduce, low-latency")
 
 
 def break_step(op, step):
     """Return a context in which that step of a call fails."""
     if step == "push":
         return mock.patch.multiple(op._memory, prepare=fails, enqueue=fails, copy=fails)
+    if step == LATE:
+        peer_has_ended = functools.partial(dist.distributed_c10d._get_default_store().check, [LATE])
+        return mock.patch.object(op, "_launch", fails_behind(lambda *_: wait_for(peer_has_ended, PROMPT_S)))
     if step in ("launch", "behind the launch"):
         name = "_launch"
         return mock.patch.object(op, name, fails if step == "launch" else fails_behind(op._launch))
@@ -167,44 +195,44 @@ def break_step(op, step):
 @pytest.mark.parametrize("name", OPERATIONS)
 @on_ranks(2, timeout_s=100.0)
 def test_a_call_that_fails_on_one_rank_breaks_the_operation_on_all_with_its_cause(rank, name):
-    return {step: lambda step=step: is_broken_by(rank, step, name) for step in STEPS}
+    steps = [*STEPS, LATE] if name in SENDING else STEPS
+    return {step: lambda step=step: is_broken_by(rank, step, name) for step in steps}
 
 
 def is_broken_by(rank, step, name):
-    """Let the second call fail at that step on rank 0; return True if all calls end as they should."""
+    """Let the second call fail at that step on rank 0; return True if all calls end as they should.
+
+    A peer that has got all rows of that call before has its result, and raises the cause in the next call.
+    """
     calls, ended = Calls(rank, 2, name), []
     op = calls.op
     began = time.monotonic()
     raised, made = calls.make()
-    assert raised == "nothing was raised"
-    assert calls.error_of(made) < 1
+    first = raised, calls.error_of(made)
     for call in (2, 3, 4):
-        if rank == 0 and call == 2:
-            with break_step(op, step):
-                raised, made = calls.make()
-            if raised == "nothing was raised":  # this way has no such step
-                assert step in ("put", "push", "launch", "behind the launch")
-        else:
-            raised, made = calls.make()
-        ended.append((raised, made))
-    told = [message_of(op.close)]
-    for raised, made in ended:
-        error = calls.error_of(made)  # collective
-        told.append(raised)
-        if raised == "nothing was raised":
-            assert error < 1
-    assert time.monotonic() - began < PROMPT_S
-    if ended[0][0] == "nothing was raised" and told[-1] == "nothing was raised":
+        with break_step(op, step) if (rank, call) == (0, 2) else contextlib.nullcontext():
+            ended.append(calls.make())
+        if (rank, call, step) == (1, 2, LATE):
+            dist.distributed_c10d._get_default_store().set(LATE, "")
+    closed = message_of(op.close)
+    errors = [calls.own_error_of(made) for _, made in ended]  # before all assertions, as it is collective
+    took_s = time.monotonic() - began
+    told = [raised for raised, _ in ended]
+    assert first[0] == RIGHT
+    assert first[1] < 1
+    of_results = [error for (raised, _), error in zip(ended, errors, strict=True) if raised == RIGHT]
+    assert all(error < 1 for error in of_results)
+    assert took_s < PROMPT_S
+    if {told[0], told[-1]} == {RIGHT}:  # this way has no such step
+        assert step in ("put", "push", "launch", "behind the launch")
+        assert [*told, closed] == [RIGHT] * 4
         return True
     if rank == 0:
-        assert ended[0][0].startswith("Fault: out of memory")
-        for raised in (*told[2:], told[0]):
-            assert raised.startswith(
-                f"RuntimeError: {calls.runs.name}, rank 0: call 2 was not carried out: Fault("
-            )
+        assert told[0].startswith("Fault: out of memory")
+        cause = "rank 0: call 2 was not carried out: Fault("
     else:
-        for raised in (*told[2:], told[0]):
-            assert raised.startswith(
-                f"RuntimeError: {calls.runs.name}, rank 1: call 2 failed on rank 0: Fault("
-            )
+        assert step != LATE or told[0] == RIGHT
+        cause = "rank 1: call 2 failed on rank 0: Fault("
+    for raised in (*told[1:], closed):
+        assert raised.startswith(f"RuntimeError: {calls.runs.name}, {cause}")
     return True
