@@ -6,20 +6,21 @@ at its end; one that is to tune anew asks before it makes call n. A question has
 call without asking, or by one that has asked and waited for `ANSWER_S`. So all ranks open a session, or none.
 
 Ranks that ask nothing answer by a thread, which reads how many calls they have made. Its mailbox in the store
-is a *bell*, for which it waits, and a letter of each rank that writes. The question about call 7 behind
-session s has these keys: `s/7` is its outcome, `s/7/asked` counts the ranks that ask, `s/7/at/3` says how far
-rank 3 is, `s/7/late` counts on while a rank is inside the call, `s/7/left` counts the ranks that need it no
-more; the last deletes all.
+is a *bell*, for which it waits, and the numbered letters of each rank that writes. The question about call 7
+behind session s has these keys: `s/7` is its outcome, `s/7/asked` counts the ranks that ask, `s/7/at/3` says
+how far rank 3 is, `s/7/late` counts on while a rank is inside the call, `s/7/left` counts the ranks that need
+it no more; the last deletes all. A rank that asks counts itself out, whenever its thread reads the letter;
+for one that does not ask, the thread does.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
-import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ class Letter(Struct, frozen=True, omit_defaults=True):
     session: str
     call: int
     rank: int
+    ranks: tuple[int, ...]  # of the group
     begins: bool = False  # asked before the call
     error: str = ""  # what the rank has raised
 
@@ -54,42 +56,34 @@ class Letter(Struct, frozen=True, omit_defaults=True):
         """Return a key of the question; "" is its outcome."""
         return f"dist_autotune/questions/{self.session}/{self.call}{'b' if self.begins else ''}{part}"
 
-    def post(self, store: Any, ranks: Sequence[int]) -> None:
-        for rank in ranks:
-            if rank != self.rank:
-                store.set(_slot(rank, self.rank), _to_bytes(self))
-                store.set(_bell(rank), b"")  # behind the letter
-
-    def arrive(self, store: Any, ended: int, ranks: Sequence[int]) -> bool:
-        """Ask, behind so many calls; return whether no other rank has asked before."""
+    def arrive(self, store: Any, ended: int) -> int:
+        """Ask, behind so many calls; return how many ranks have asked."""
         store.set(self.key(f"/at/{self.rank}"), f"{ended} asks")
         arrived: int = store.add(self.key("/asked"), 1)
-        if arrived == len(ranks):
+        if arrived == len(self.ranks):
             store.compare_set(self.key(), "", "yes")
-        elif arrived == 1:
-            self.post(store, ranks)
-        return arrived == 1
+        return arrived
 
-    def give_up(self, store: Any, ranks: Sequence[int]) -> str:
+    def give_up(self, store: Any) -> str:
         """Write that ranks gave no answer; return the outcome, which may be another one."""
-        told = self.at(store, ranks)
-        missing = [rank for rank in ranks if "asks" not in told.get(rank, "")]
+        told = self.at(store)
+        missing = [rank for rank in self.ranks if "asks" not in told.get(rank, "")]
         names = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {missing}"
         text = f"late {names} gave no answer within {ANSWER_S:g} s"
         return bytes(store.compare_set(self.key(), "", text)).decode()
 
-    def leave(self, store: Any, ranks: Sequence[int]) -> None:
+    def leave(self, store: Any) -> None:
         """Count this rank out; the last one deletes all."""
-        if store.add(self.key("/left"), 1) == len(ranks):
-            self.delete(store, ranks)
+        if store.add(self.key("/left"), 1) == len(self.ranks):
+            self.delete(store)
 
-    def delete(self, store: Any, ranks: Sequence[int]) -> None:
-        for part in ("", "/asked", "/late", "/left", *(f"/at/{rank}" for rank in ranks)):
+    def delete(self, store: Any) -> None:
+        for part in ("", "/asked", "/late", "/left", *(f"/at/{rank}" for rank in self.ranks)):
             store.delete_key(self.key(part))
 
-    def at(self, store: Any, ranks: Sequence[int]) -> dict[int, str]:
+    def at(self, store: Any) -> dict[int, str]:
         """Return how far ranks are, of those that have told."""
-        keys = {rank: self.key(f"/at/{rank}") for rank in ranks}
+        keys = {rank: self.key(f"/at/{rank}") for rank in self.ranks}
         return {rank: bytes(store.get(key)).decode() for rank, key in keys.items() if store.check([key])}
 
 
@@ -123,7 +117,6 @@ class CallCount:
     ended: int = 0
     asks_behind: int = 0  # the latest call at whose end this rank asks; set before the call has ended
     asks_before: int = 0  # the latest call before which it asks; set before the call is begun
-    is_asking: bool = False
     is_called: bool = False  # a peer is to tune anew: this rank asks before its next call
     has_opened: bool = False  # a session that this rank was interrupted before
 
@@ -132,28 +125,23 @@ class CallCount:
 
         A store that is lost is an answer, too.
         """
-        letter, do, is_over = Letter(self.session, self.begun, self.rank, begins), self.questions.do, False
-        with self.questions.asking:
-            self.is_asking = True
-            try:
-                answer = self.questions.answer(letter, self.ended, self.ranks)
-                is_over = True
-                return answer
-            except StoreLost as error:
-                return Answer(False, str(error), is_late=True)
-            finally:
-                self.is_asking = False
-                if not is_over:  # Ctrl-C: the peers must not wait, and may have opened a session
-                    with contextlib.suppress(StoreLost):
-                        text = f"no rank {self.rank} was interrupted"
-                        end = do(lambda store: store.compare_set(letter.key(), "", text))
-                        self.has_opened = bytes(end) == b"yes"
+        letter = Letter(self.session, self.begun, self.rank, tuple(self.ranks), begins)
+        try:
+            return self.questions.answer(letter, self.ended)
+        except StoreLost as error:
+            return Answer(False, str(error), is_late=True)
+        except BaseException:  # Ctrl-C: the peers must not wait, and may have opened a session
+            with contextlib.suppress(StoreLost):
+                text = f"no rank {self.rank} was interrupted"
+                end = self.questions.do(lambda store: store.compare_set(letter.key(), "", text))
+                self.has_opened = bytes(end) == b"yes"
+            raise
 
     def tell(self, error: str) -> None:
         """Tell the peers that this rank has raised in the call that it ends: they may wait for it there."""
-        letter = Letter(self.session, self.begun, self.rank, error=error)
+        letter = Letter(self.session, self.begun, self.rank, tuple(self.ranks), error=error)
         with contextlib.suppress(StoreLost):
-            self.questions.do(lambda store: letter.post(store, self.ranks))
+            self.questions.do(lambda store: self.questions.post(store, letter))
 
     def is_in(self, call: int) -> bool:
         """Return whether this rank has begun this call as its latest one, and not ended it."""
@@ -165,22 +153,30 @@ class Questions:
 
     def __init__(self, to_store: Connections) -> None:
         self.do = to_store.scout.do
-        self.asking = threading.Lock()  # a rank asks one question at a time: it has one letter to each peer
         self._connections = to_store
         self._counts: weakref.WeakValueDictionary[str, CallCount] = weakref.WeakValueDictionary()
-        self._asked: list[tuple[float, Letter, Sequence[int]]] = []  # own questions, and when
+        self._asked: dict[str, tuple[float, Letter | None]] = {}  # own questions: when, and the letter posted
+        self._posted: collections.Counter[int] = collections.Counter()  # letters, by reader
         self._listener: Courier | None = None
 
     def count(self, made: CallCount) -> CallCount:
         """Answer questions about these calls from now on."""
         self._counts[made.session] = made
         if self._listener is None:
-            self._listener, listener = self._connections.take(), _Listener(self._counts, made.rank)
+            listener = _Listener(self._counts, self._asked, made.rank)
+            self._listener = self._connections.take()
             self._listener.release = lambda: listener.close(self._connections.scout)
             self._listener.start(listener.listen)
         return made
 
-    def answer(self, letter: Letter, ended: int, ranks: Sequence[int]) -> Answer:
+    def post(self, store: Any, letter: Letter) -> None:
+        for reader in letter.ranks:
+            if reader != letter.rank:
+                number, self._posted[reader] = self._posted[reader], self._posted[reader] + 1
+                store.set(_slot(reader, letter.rank, number), _to_bytes(letter))
+                store.set(_bell(reader), b"")  # behind the letter
+
+    def answer(self, letter: Letter, ended: int) -> Answer:
         """Return the outcome of a question that this rank asks; raises StoreLost."""
         began, late = time.monotonic(), 0
         deadline = began + ANSWER_S
@@ -192,29 +188,40 @@ class Questions:
                 return bytes(store.get(letter.key())).decode() if store.check([letter.key()]) else ""
             before, late = late, store.add(letter.key("/late"), 0)
             deadline = now + INSIDE_S
-            return "" if late != before and now < began + LATEST_S else letter.give_up(store, ranks)
+            return "" if late != before and now < began + LATEST_S else letter.give_up(store)
 
-        while self._asked and self._asked[0][0] < began - FORGOTTEN_S:
-            _, old, of = self._asked.pop(0)
-            self.do(functools.partial(old.delete, ranks=of))  # where a rank has died, nobody is the last
-        if is_first := self.do(lambda store: letter.arrive(store, ended, ranks)):
-            self._asked.append((began, letter, ranks))
+        def arrive(store: Any) -> None:
+            if letter.arrive(store, ended) == 1:
+                self._asked[letter.key()] = began, letter
+                self.post(store, letter)
+
+        self._forget(began - FORGOTTEN_S)
+        self._asked[letter.key()] = began, None
+        self.do(arrive)
         for pause_s in pauses(PAUSE_S):
             if outcome := self.do(look):
                 break
             time.sleep(pause_s)
-        calls = {rank: int(at.split()[0]) for rank, at in self.do(lambda s: letter.at(s, ranks)).items()}
-        if is_first:  # the others leave when they have read the letter
-            self.do(lambda store: letter.leave(store, ranks))
+        calls = {rank: int(at.split()[0]) for rank, at in self.do(letter.at).items()}
+        self._connections.scout.start(letter.leave)
         kind, _, reason = outcome.partition(" ")
         return Answer(kind == "yes", reason, kind == "late", calls)
+
+    def _forget(self, before: float) -> None:
+        """Forget own old questions. Where a rank has died, nobody was the last: delete them here."""
+        for key, (asked_at, letter) in tuple(self._asked.items()):
+            if asked_at < before:
+                self._asked.pop(key, None)
+                if letter is not None:
+                    self.do(letter.delete)
 
 
 class _Listener:
     """Answers the questions of peers, on a thread with a connection of its own."""
 
-    def __init__(self, counts: Mapping[str, CallCount], rank: int) -> None:
-        self._counts, self._rank = counts, rank
+    def __init__(self, counts: Mapping[str, CallCount], asked: Container[str], rank: int) -> None:
+        self._counts, self._asked, self._rank = counts, asked, rank
+        self._read: collections.Counter[int] = collections.Counter()  # letters, by writer
         self._is_closed = False
         self._open: list[Iterator[None]] = []  # letters that are being answered
 
@@ -248,44 +255,48 @@ class _Listener:
         if not store.check([_bell(self._rank)]):
             return
         store.delete_key(_bell(self._rank))  # before the letters: a later one rings again
-        for slot in (_slot(self._rank, peer) for peer in range(dist.get_world_size())):
-            if store.check([slot]):
+        for peer in range(dist.get_world_size()):
+            while store.check([slot := _slot(self._rank, peer, self._read[peer])]):
                 letter = _read_letter(bytes(store.get(slot)))
                 store.delete_key(slot)
+                self._read[peer] += 1
                 self._open.append(self._answered(store, letter))
 
     def _answered(self, store: Any, letter: Letter) -> Iterator[None]:
         """Answer a letter; yield while this rank has not gone far enough."""
         early, latest = time.monotonic() + EARLY_S, time.monotonic() + FORGOTTEN_S
         while (count := self._counts.get(letter.session)) is None:
-            if time.monotonic() > early:
-                return  # the session has failed here, or another one began
+            if letter.key() in self._asked and not letter.error:
+                return  # and has opened a session since
+            if time.monotonic() > early:  # the session has failed here, or another one began
+                if not letter.error:
+                    letter.leave(store)
+                return
             yield
         if letter.error:
             yield from _followed(letter, count, early)
             return
         count.is_called |= letter.begins
-        if not _asks(count, letter):
+        if not self._asks(count, letter):
             store.set(letter.key(f"/at/{self._rank}"), str(count.ended))
-        while not store.check([letter.key()]):
-            if time.monotonic() > latest:
-                return
+        while True:
             is_past = (count.begun if letter.begins else count.ended) >= letter.call
-            if not _asks(count, letter):  # told before it is past the call: to be read behind that
-                if is_past:
-                    done = "is in call" if letter.begins else "has not met it in call"
-                    store.compare_set(letter.key(), "", f"no rank {self._rank} {done} {letter.call}")
-                elif not letter.begins and count.is_in(letter.call):
-                    store.add(letter.key("/late"), 1)
+            if self._asks(count, letter):  # told before it is past the call: to be read behind that
+                return
+            if is_past or time.monotonic() > latest:
+                break
+            if not letter.begins and count.is_in(letter.call) and not store.check([letter.key()]):
+                store.add(letter.key("/late"), 1)
             yield
-        while count.is_asking and _asks(count, letter):  # it reads the outcome
-            yield
-        letter.leave(store, count.ranks)
+        if is_past:
+            done = "is in call" if letter.begins else "has not met it in call"
+            store.compare_set(letter.key(), "", f"no rank {self._rank} {done} {letter.call}")
+        letter.leave(store)
 
-
-def _asks(count: CallCount, letter: Letter) -> bool:
-    """Return whether this rank asks the same."""
-    return (count.asks_before if letter.begins else count.asks_behind) == letter.call
+    def _asks(self, count: CallCount, letter: Letter) -> bool:
+        """Return whether this rank asks the same, or has; then it counts itself out."""
+        asks = (count.asks_before if letter.begins else count.asks_behind) == letter.call
+        return asks or letter.key() in self._asked  # in this order: it may go on to a later call meanwhile
 
 
 def _followed(letter: Letter, count: CallCount, until: float) -> Iterator[None]:
@@ -303,8 +314,8 @@ def _bell(rank: int) -> str:
     return f"dist_autotune/letters/{rank}/bell"
 
 
-def _slot(reader: int, writer: int) -> str:
-    return f"dist_autotune/letters/{reader}/{writer}"
+def _slot(reader: int, writer: int, number: int) -> str:
+    return f"dist_autotune/letters/{reader}/{writer}/{number}"
 
 
 _questions: weakref.WeakKeyDictionary[Any, Questions] = weakref.WeakKeyDictionary()

@@ -26,7 +26,7 @@ from rank_programs import (
     wait_for,
 )
 
-from dist_autotune.ranks import courier
+from dist_autotune.ranks import courier, questions
 from dist_autotune.ranks.group import GROUPS, ProcessGroup
 from dist_autotune.ranks.watchdog import Watch
 from ranks import assert_all_ok, run_ranks, store_server
@@ -83,10 +83,12 @@ def test_hundreds_of_groups_made_and_ended_leave_no_thread_and_no_descriptor(mon
         assert after <= before
 
 
-def test_the_store_holds_no_key_of_ours_behind_sessions_that_end_or_fail():
-    def left():
-        return [key for key in dist.distributed_c10d._get_default_store().list_keys() if "autotune" in key]
+def left():
+    """Return the keys of ours that the store holds."""
+    return [key for key in dist.distributed_c10d._get_default_store().list_keys() if "autotune" in key]
 
+
+def test_the_store_holds_no_key_of_ours_behind_sessions_that_end_or_fail():
     def program(rank):
         step, _, _ = failing_step(rank, fails={1: lambda: raise_(Boom("boom"))}, at_run=3)
         endings = [ending(step).partition(":")[0].partition("(")[0] for _ in range(2)]
@@ -109,6 +111,32 @@ def test_the_store_holds_no_key_of_ours_behind_sessions_that_end_or_fail():
     zero, one, two = assert_all_ok(run_ranks(program, 3, init="tcp"))
     assert zero == two == ["PeerFailed", "returned tensor"]
     assert one == ["Boom", "returned tensor"]
+
+
+def test_letters_that_are_read_behind_the_next_session_leave_no_key_in_the_store(monkeypatch):
+    def program(rank):
+        read, genuine = threading.Event(), questions._Listener._read_letters
+        if rank:  # rank 0 answers; these ask themselves, and their threads stand still
+
+            def read_late(*args):
+                read.wait(TIMEOUT_S)
+                genuine(*args)
+
+            monkeypatch.setattr(questions._Listener, "_read_letters", read_late)
+        bench = Bench()
+        kernel = bench.kernel({16: 1.0, 32: 2.0})
+        sweep = tune(bench, lambda n: launch(kernel, numbers(n)))
+        sweep(8)
+        sweep(24 if rank else 8)
+        dist.barrier()
+        sweep.retune()
+        sweep(8)
+        read.set()
+        wait_for(lambda: not left())
+        dist.barrier()
+        return sorted(key[0] for _, key, _ in sweep.untuned)
+
+    assert assert_all_ok(run_ranks(program, 3, init="tcp")) == [[]] * 3
 
 
 ENDS_WITHOUT_DESTROYING = """
