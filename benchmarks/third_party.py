@@ -74,6 +74,16 @@ class Ended:
         """Return the median of the last fifth of all steps."""
         return statistics.median(self.ms[-max(1, len(self.ms) // 5) :])
 
+    @property
+    def runs(self) -> int:
+        """Return the steps of its sessions."""
+        return sum(report.runs for report in self.reports)
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether steps were made behind the last session: others are no settled ones."""
+        return self.runs < len(self.ms)
+
     def slow_steps(self) -> int:
         return sum(ms > SLOW * self.settled_ms for ms in self.ms[1:])
 
@@ -194,25 +204,28 @@ def row(name: str, ended: Ended) -> tuple[str, ...]:
         return (name, *["-"] * (len(COLUMNS) - 1))
     later = ended.ms[1:] or ended.ms
     contexts = [context for report in ended.reports for context in report.contexts]
-    runs = sum(report.runs for report in ended.reports)
-    meanwhile = statistics.fmean(ended.ms[1:runs] or [ended.settled_ms])
+    meanwhile = statistics.fmean(ended.ms[1 : ended.runs] or [ended.settled_ms])
     trials = sum(len(context.timings) > 1 for context in contexts)
     return (
         name,
         f"{ended.ms[0] / 1e3:.2f}",
-        f"{ended.settled_ms:.2f}",
-        f"{meanwhile / ended.settled_ms:.2f}",
+        f"{ended.settled_ms:.2f}" if ended.is_settled else "-",
+        f"{meanwhile / ended.settled_ms:.2f}" if ended.is_settled else "-",
         f"{max(later):.0f}",
         str(ended.slow_steps()),
         str(len(contexts)),
         str(trials),
-        str(runs),
+        str(ended.runs),
     )
 
 
 def notes(arms: dict[str, Ended]) -> list[str]:
     """Return the sentences below the table."""
     said = [f"{name}: {ended.trouble}." for name, ended in arms.items() if ended.trouble]
+    for name, ended in arms.items():
+        if ended.ms and not ended.is_settled:
+            last = f"its last steps, in the median {ended.settled_ms:.2f} ms, are no settled ones"
+            said.append(f"{name}: not settled after {ended.runs} steps; {last}.")
     if stock := arms.get("stock"):
         differ, keys = disagreements(stock.picks)
         if len(stock.picks) > 1:
