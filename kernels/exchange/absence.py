@@ -82,17 +82,15 @@ def leave(pushes: Pushes, timeout_s: float, *, behind_kernels: bool) -> None:
         peer: (pushes.here(peer, FREE.value), [pushes.raising(peer, word, FAR) for word in words])
         for peer in pushes.before
     }
-    is_on_host = pushes.memory.device.type == "cpu"
-    if pushes.owes_parts and is_on_host:  # the side stream waits for sums that no kernel computes
-        assert isinstance(pushes.stream, HostStream)
-        for peer in pushes.before:
-            pushes.here(peer, DONE.value).fill_(1)
+    if isinstance(pushes.stream, HostStream):
+        if pushes.owes_parts:  # the side stream waits for sums that no kernel computes
+            for peer in pushes.before:
+                pushes.here(peer, DONE.value).fill_(1)
         behind = (pushes.stream, pushes.stream.mark(), told, timeout_s)
-        threading.Thread(target=_tell_behind, args=behind, daemon=True).start()
+        options = {"has_permits": pushes.owes_parts}
+        threading.Thread(target=_tell_behind, args=behind, kwargs=options, daemon=True).start()
     elif pushes.owes_parts:  # the peers' permits for this call are taken
         pushes.memory.enqueue(itertools.chain(*(writes for _, writes in told.values())), pushes.stream)
-    elif is_on_host:
-        threading.Thread(target=_tell, args=(told, timeout_s), daemon=True).start()
     else:
         if behind_kernels:
             pushes.stream.fork()
@@ -105,9 +103,14 @@ def _tell_behind(
     pushed: threading.Event,
     told: dict[int, tuple[torch.Tensor, list[Write]]],
     timeout_s: float,
+    *,
+    has_permits: bool,
 ) -> None:
-    """Tell the peers behind this call's pushes; where closing has ended those early, as each peer comes."""
-    if pushed.wait(timeout_s) and not stream.has_failed:
+    """Tell the peers behind this call's pushes, which would lower again what they are told.
+
+    As each peer comes, if this call has not taken its permit, or closing has ended the pushes early.
+    """
+    if pushed.wait(timeout_s) and has_permits and not stream.has_failed:
         for _, writes in told.values():
             for word, value in writes:
                 word.fill_(value)
