@@ -12,9 +12,9 @@
 SCRIPT (default: examples/train_third_party.py) prints `step I loss HEX ms T` on rank 0. Every arm begins with
 no compiled kernel. First steps hold the compilation of what they launch. A step counts as slow when it takes
 more than three times the median of the settled ones; "meanwhile" is the mean step of the sessions, but for
-the first, over the settled one, "runs" the steps until all was settled. Losses of `restarted` and `pinned`
-run with the same configs: they must be equal in every bit. With several ranks the picks of `stock` are
-compared by kernel, in the order of their keys.
+the first, over the settled one, "runs" the steps until all was settled. An arm that is still tuning at its
+end has no settled step. Losses of `restarted` and `pinned` run with the same configs: they must be equal in
+every bit. With several ranks the picks of `stock` are compared by kernel, in the order of their keys.
 
 Traps: arms run one after the other; only times of one arm's steps are close in time. `stock` may take long:
 --limit-s ends it, and then its time is a bound.

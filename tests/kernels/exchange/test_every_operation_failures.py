@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
+import types
 
 import pytest
+import torch
 import torch.distributed as dist
 from dense_runs import (
     GATHERING_BY_MAIL,
@@ -25,9 +28,12 @@ from operation_runs import TWO, die, end_of, hold_launch, message_of, on_ranks
 from rank_programs import wait_for
 
 from dist_autotune.kernels.agreement.errors import PeerTimeout
-from dist_autotune.kernels.exchange.flags import ARRIVED
+from dist_autotune.kernels.exchange import absence
+from dist_autotune.kernels.exchange.flags import ARRIVED, ROWS_SENT
 from dist_autotune.kernels.gemm_ar.ways import LOW_LATENCY, ONE_SHOT, OVERLAPPED, TWO_SHOT
 from dist_autotune.kernels.signals import as_patience
+from dist_autotune.kernels.symm import Write
+from dist_autotune.kernels.symm.shm import HostStream
 from ranks import meet
 
 OF_KERNELS = {way: REDUCING[way] for way in (ONE_SHOT, TWO_SHOT, LOW_LATENCY)}
@@ -232,3 +238,30 @@ def test_a_result_without_a_peer_is_nan_now_and_later(rank, runs):
         op._check_usable = check
     meet()
     op.abandon()
+
+
+# ---- a rank that leaves
+
+
+def test_a_rank_that_leaves_tells_its_peers_behind_the_pushes_of_the_call_that_failed():
+    permit, rows_sent, arrived, other = torch.ones(4, dtype=torch.int32).split(1)
+    flags = {ROWS_SENT.value: rows_sent, ARRIVED.value: arrived}
+
+    def push():
+        deadline = time.monotonic() + 0.2  # a rank that told beside it would have by then
+        while int(arrived) != absence.FAR and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        arrived.fill_(8)
+
+    pushes = types.SimpleNamespace(
+        stream=HostStream("pushes"),
+        before=[1],
+        owes_parts=False,
+        here=lambda peer, row: permit,
+        raising=lambda peer, row, value: Write(flags.get(row, other), value),
+    )
+    pushes.stream.enqueue(push)
+    absence.leave(pushes, 10.0, behind_kernels=False)
+    wait_for(lambda: int(rows_sent) == absence.FAR, 10.0)
+    pushes.stream.close()
+    wait_for(lambda: int(arrived) == absence.FAR, 10.0)

@@ -10,7 +10,6 @@ what must hold before it goes on.
 from __future__ import annotations
 
 import functools
-import time
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,14 +17,12 @@ from random import Random
 
 import pytest
 import torch
-from rank_programs import wait_for
 
 from dist_autotune.kernels.exchange import absence
-from dist_autotune.kernels.exchange.flags import AFTER, ARRIVED, DONE, FLAGS, FREE, ROWS_SENT
+from dist_autotune.kernels.exchange.flags import AFTER, ARRIVED, DONE, FLAGS, FREE
 from dist_autotune.kernels.exchange.push import ChunkPusher, Pushes, SumPusher
 from dist_autotune.kernels.signals import GIVEN_UP
-from dist_autotune.kernels.symm.base import Lowered, SymmetricMemory, SymmetricTensor, Write
-from dist_autotune.kernels.symm.shm import HostStream
+from dist_autotune.kernels.symm.base import Lowered, SymmetricMemory, SymmetricTensor
 
 Work = Callable[[], Iterator[Callable[[], bool] | None]]
 
@@ -435,32 +432,3 @@ GIVING_UP = [GatheringOrGivingUp, ScatteringOrGivingUp]
 @pytest.mark.parametrize("kind", GIVING_UP)
 def test_calls_behind_one_that_has_given_up_its_own_pushes_end(kind):
     assert fails(kind, 60) == ""
-
-
-def test_a_rank_that_leaves_tells_its_peers_behind_the_pushes_of_the_call_that_failed() -> None:
-    permit, rows_sent, arrived = torch.ones(3, dtype=torch.int32).split(1)
-    stream, told = (
-        HostStream("pushes"),
-        {FREE.value: permit, ROWS_SENT.value: rows_sent, ARRIVED.value: arrived},
-    )
-
-    def push() -> None:
-        deadline = time.monotonic() + 0.2  # a rank that told beside it would have by then
-        while int(arrived) != absence.FAR and time.monotonic() < deadline:
-            time.sleep(1e-3)
-        arrived.fill_(8)
-
-    stream.enqueue(push)
-    pushes = types.SimpleNamespace(
-        memory=types.SimpleNamespace(device=torch.device("cpu")),
-        stream=stream,
-        before=[1],
-        owes_parts=False,
-        here=lambda peer, word: permit,
-        raising=lambda peer, word, value: Write(told.get(word, torch.zeros(1, dtype=torch.int32)), value),
-    )
-    absence.leave(pushes, 10.0, behind_kernels=False)
-    wait_for(lambda: int(rows_sent) == absence.FAR, 10.0)
-    stream.join()
-    stream.close()
-    wait_for(lambda: int(arrived) == absence.FAR, 10.0)
