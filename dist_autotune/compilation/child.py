@@ -94,7 +94,7 @@ class Child:
         has_left = has_ended(self._pid)  # before its report is read
         endings = self._new_endings()
         lasts_s = self._limit_s * (WALL_FACTOR if self._yields else 1)
-        is_late = self._paused is None and time.monotonic() - self._began > lasts_s
+        is_late = self._paused is None and self.lasted_s() > lasts_s
         if self.told < len(self._work) and not (has_left or is_late):
             return endings
         self.is_over = True
@@ -129,6 +129,10 @@ class Child:
             return Ending(f"{what} within {self._limit_s:g} s")
         what = "the hook" if self._is_cut_off else "the compiler"
         return Ending(_crash_text(what, code, said.decode(errors="replace")))
+
+    def lasted_s(self) -> float:
+        """Return for how long the piece of work has been under way, without pauses."""
+        return (self._paused or time.monotonic()) - self._began
 
     def stands_still(self) -> bool:
         """Return whether the child has neither computed nor had a helper for STILL_S, without its pauses."""

@@ -27,6 +27,7 @@ BACKGROUND_SHARE = 0.5
 FORMS = 8  # of a context: the candidates are compiled for so many; further ones by their launches
 LOADING_SHARE = 0.25  # that loading may add to the time from run to run; one candidate in any case
 REPEATS = 2  # of a candidate whose child stood still
+SLOW_S = 1.0  # of one candidate: those behind it are left to other children
 GRACE_S = 0.5  # for a child to end that has written its binary, on a busy machine
 LEAST_IN_BACKGROUND, MOST_IN_CHILD = 4, 12  # candidates that a child compiles: each fork stops the rank
 TOO_LATE = "not compiled: the candidates together took longer than the peers wait"
@@ -280,7 +281,7 @@ class Compiler:
         """Note what children have compiled, and begin as many as there may be."""
         for child, tasks in list(self._children.items()):
             self._look_at(child, tasks)
-        waiting = [task for task in self._to_compile() if task.child is None]
+        waiting = [task for task in self._to_compile() if task.child is None or self._is_behind_slow(task)]
         turn = [task for task in waiting if task.turn == waiting[0].turn]
         least = LEAST_IN_BACKGROUND if self._options.in_background else 1
         own = len(self._children)
@@ -288,6 +289,11 @@ class Compiler:
         count = min(free, math.ceil(len(turn) / least))
         for place in range(count):  # what was asked for first is compiled first
             self._begin(turn[place::count][:MOST_IN_CHILD])
+
+    def _is_behind_slow(self, task: _Task) -> bool:
+        child = task.child
+        assert child is not None
+        return child.lasted_s() > SLOW_S and self._children[child].index(task) > child.told
 
     def _look_at(self, child: Child, tasks: list[_Task]) -> None:
         for place, ending in child.poll():
@@ -323,6 +329,7 @@ class Compiler:
                     child = Child(work, self._options.limit_s, yields=self._options.in_background)
                     self._children[child] = tasks
                     for task in tasks:
+                        self._leave(task)
                         task.child = child
                 return
             except (OSError, RuntimeError) as error:  # RuntimeError: the interpreter ends

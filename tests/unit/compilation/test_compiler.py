@@ -22,6 +22,7 @@ class FakeChild:
     def __init__(self, killed: list[str], keys: list[str]) -> None:
         self.keys, self.endings, self.is_over = keys, dict[str, Ending](), False
         self.told, self.is_still, self._killed = 0, False, killed
+        self.seconds = 0.0  # of the work under way
 
     def poll(self) -> list[tuple[int, Ending]]:
         told, self.told = self.told, len(self.endings)
@@ -30,6 +31,9 @@ class FakeChild:
 
     def stands_still(self) -> bool:
         return self.is_still
+
+    def lasted_s(self) -> float:
+        return self.seconds
 
     def kill(self) -> None:
         self._killed += [] if self.is_over else [key for key in self.keys if key not in self.endings]
@@ -167,6 +171,25 @@ def test_few_children_compile_many_candidates_and_what_stood_behind_a_crash_goes
     world.seconds += 10.0
     world.advance()
     assert (context.compile.left, world.killed) == (0, [])
+
+
+def test_what_stands_behind_a_slow_candidate_goes_to_another_child_that_is_free(world):
+    context = world.want("a", "a1", "a2", "a3")
+    world.advance()
+    slow = world.children["a1"]
+    slow.seconds = 3.0
+    world.advance()
+    assert (slow.keys, world.children["a2"].keys) == (["a1", "a2", "a3"], ["a2", "a3"])
+    world.children["a2"].seconds = 3.0
+    world.advance()
+    assert world.children["a3"] is world.children["a2"]  # two jobs are allowed
+    world.end("a1")
+    world.advance()
+    world.advance()
+    assert (world.killed, world.children["a3"].keys) == (["a2", "a3"], ["a3"])
+    world.end("a2", "a3")
+    world.seconds += 10.0
+    assert (world.advance()[0][1].compiled, context.bans) == (3, {})
 
 
 def test_what_a_child_that_stands_still_has_left_is_compiled_by_another_and_the_third_one_has_its_time(world):
