@@ -132,26 +132,22 @@ def _time_once(kernel_call: Callable[[], Any], quantiles: tuple[float, ...]) -> 
 do_bench = _time_once if INTERPRETED else None
 
 
-class TakeFirst:
+class TakeFirst(threading.local):
     """Times nothing, and so has Triton's own autotuner take the first config that is left.
 
     For a kernel that does not end alone, or not twice: its peers' part is enqueued behind the timed launch.
     """
 
-    def __init__(self) -> None:
-        self._here = threading.local()
+    _asked = 0
 
     def __call__(self, kernel_call: Callable[[], Any], quantiles: tuple[float, ...]) -> list[float]:
-        self._here.asked = self._asked() + 1
+        self._asked += 1
         return [0.0] * len(quantiles)
 
     def configs_not_timed(self) -> int:
         """Return of how many configs this thread was asked for a time since it last called this."""
-        asked, self._here.asked = self._asked(), 0
+        asked, self._asked = self._asked, 0
         return asked
-
-    def _asked(self) -> int:
-        return int(getattr(self._here, "asked", 0))
 
 
 take_first = TakeFirst()

@@ -139,11 +139,13 @@ class Epilogue(NamedTuple):
             return NO_LAYOUT
         return layout_of(self.bias), self.activation, layout_of(self.scale_a), layout_of(self.scale_b)
 
-    def kind(self) -> EpilogueKind:
-        """Return what the compiled code and the tuning depend on."""
+    def key(self) -> tuple[str | bool, ...]:
+        """Return its part of the key of a choice: () where the product is the sums."""
+        if not any(each is not None for each in self):
+            return ()
         bias_dtype = None if self.bias is None else self.bias.dtype
         scaled = self.scale_a is not None, self.scale_b is not None
-        return EpilogueKind(bias_dtype, self.activation or NO_ACTIVATION, scaled)
+        return (str(bias_dtype), self.activation or NO_ACTIVATION, *scaled)
 
     def of(self, sums: torch.Tensor) -> torch.Tensor:
         """Return the result of the sums, computed by torch in their type."""
@@ -162,19 +164,6 @@ class Epilogue(NamedTuple):
         return (OF_GATES[self.activation](gate) * up).flatten(-2)
 
 
-class EpilogueKind(NamedTuple):
-    """The part of an epilogue that its compiled code depends on."""
-
-    bias_dtype: torch.dtype | None = None
-    activation: str = NO_ACTIVATION
-    scaled: tuple[bool, bool] = (False, False)  # the rows, the columns
-
-    def key(self) -> tuple[str | bool, ...]:
-        """Return its part of the key of a choice: () where the product is the sums."""
-        return () if self == NO_EPILOGUE else (str(self.bias_dtype), self.activation, *self.scaled)
-
-
-NO_EPILOGUE = EpilogueKind()
 ONLY_SUMS = Epilogue()
 NO_LAYOUT = (None,) * 4
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..configs import capability
-from ..epilogues import NO_EPILOGUE, Epilogue
+from ..epilogues import Epilogue
 from ..tensors import FP8
 
 FEWEST_COLUMNS_OF_FP8 = 16  # of which cuBLAS takes multiples
@@ -16,7 +16,7 @@ def multiply_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, ep
 
     An epilogue that is more than scales takes scratch memory, a few times [M, N] in float32.
     """
-    if epilogue.kind() == NO_EPILOGUE:
+    if not epilogue.key():
         torch.mm(left, right, out=out)
     elif left.dtype == FP8 and _can_scale_at_once(out, epilogue):
         scales = _of_rows_and_columns(epilogue, out)

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from dist_autotune.for_operations import Standing
 
 from ..agreement.ballots import COLLECTIVE
-from ..epilogues import NO_EPILOGUE, ONLY_SUMS, Epilogue, EpilogueKind, result_columns
+from ..epilogues import ONLY_SUMS, Epilogue, result_columns
 from ..exchange.call import NumberedCalls
 from ..exchange.fill_nan import filler_of_chunks
 from ..exchange.flags import FLAGS, NO_MAIL, NOT_SENT, OTHER_ROWS
@@ -248,8 +248,8 @@ class AllGatherGemm(NumberedCalls):
         layout = self._layouts.get(key)
         if layout is None:
             self._buffer.check(a_shard, weight, out, epilogue)
-            kind = epilogue._replace(scale_a=self._buffer.scales).kind()
-            made = self._new_layout(weight, out, len(a_shard), kind)
+            ending = epilogue._replace(scale_a=self._buffer.scales)
+            made = self._new_layout(weight, out, len(a_shard), ending)
             if out is not None:
                 others = {"bias": bias, "scale_a": scale_a, "scale_weight": scale_weight}
                 made = replace(made, apart=Apart(out, a_shard=a_shard, weight=weight, **others))
@@ -262,7 +262,7 @@ class AllGatherGemm(NumberedCalls):
         return layout
 
     def _new_layout(
-        self, weight: torch.Tensor, out: torch.Tensor | None, rows: int, epilogue: EpilogueKind = NO_EPILOGUE
+        self, weight: torch.Tensor, out: torch.Tensor | None, rows: int, epilogue: Epilogue
     ) -> GatherLayout:
         shape = (self.world_size * rows, result_columns(epilogue.activation, weight.shape[0]))
         if out is None:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..configs import CANDIDATES, prune_overlapped, take_first
-from ..epilogues import apply_epilogue, apply_scales, sums_of_a_result
+from ..epilogues import NO_ACTIVATION, apply_epilogue, apply_scales, sums_of_a_result
 from ..exchange.chunks import part_from_peers, wait_for_rows
 from ..exchange.flags import FREE, NO_PERMIT
 from ..exchange.peers import Peers, is_given_up, wait_for_flag
@@ -238,7 +238,7 @@ class PlainConsumer(Consumer):
             "BY_COLUMNS": lies_by_columns(weight),
             "FENCE": needs_fence,
             "UPCAST": upcasts,
-            "ACTIVATION": epilogue.kind().activation,
+            "ACTIVATION": epilogue.activation or NO_ACTIVATION,
             "STORERS": storers,
         }
 

@@ -7,6 +7,7 @@ import functools
 import torch
 
 from ..compat import HAS_INLINE_PTX
+from ..epilogues import NO_ACTIVATION
 from ..gemm.configs import any_width, blocks_of, class_of_chunk, gluon_candidate
 from ..gemm.launch import (
     can_take_chunks,
@@ -74,7 +75,7 @@ class SpecializedConsumer(Consumer):
         self._gather_at, self._further = gather.data_ptr(), (gather.shape[1],)
         self._sizes = (len(out), len(weight), gather.shape[2])
         self._size_class = _size_class(len(out) // held.world_size)
-        activation = {"ACTIVATION": epilogue.kind().activation}
+        activation = {"ACTIVATION": epilogue.activation or NO_ACTIVATION}
         self._constants = constants_of_chunks(self._matrices, gather.device) | activation
 
     def _arguments(self, operands: Product) -> tuple[tuple[int, ...], Tensors]:

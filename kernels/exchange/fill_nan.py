@@ -103,8 +103,7 @@ class NanFiller:
             self._prepared.at((), [out.data_ptr(), *self._rest])
         elif self._programs:
             given = (self._kind, self._programs, (out, self._flags), self._numbers, self._constants)
-            self._launches.launch(*given, only_load=only_load)
-            self._prepared = self._launches.find(self._kind)
+            self._prepared = self._launches.launch(*given, only_load=only_load)
 
 
 def filler_of_chunks(out: torch.Tensor, flags: torch.Tensor, rank: int, rows: int) -> NanFiller:

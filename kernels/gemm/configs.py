@@ -126,19 +126,14 @@ def set_blocks(args: dict[str, Any]) -> None:
         set_matrix(args["extra_desc"], args["a_desc" if args["SWAP_AB"] else "b_desc"].base)
 
 
-def operand_bytes(kwargs: dict[str, Any]) -> int:
-    """Return the size of the ring of operands in shared memory."""
-    a_bytes = kwargs["NUM_BUFFERS"] * kwargs["BLOCK_M"] * kwargs["BLOCK_K"] * 2
-    width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
-    b_bytes = kwargs["NUM_BUFFERS"] * width * kwargs["BLOCK_K"] * 2
-    return int(a_bytes + b_bytes)
-
-
 def shared_bytes(kwargs: dict[str, Any], out_bytes: int, *, tensor_memory: bool) -> int:
     """Return how much shared memory a config of the Gluon body takes, with elements of C of that size."""
+    rows, width = kwargs["BLOCK_M"], kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
+    ring = kwargs["NUM_BUFFERS"] * (rows + width) * kwargs["BLOCK_K"] * 2
     storers = 2 if kwargs["VARIANT"] == "pingpong" and not tensor_memory else 1  # of all rows
-    piece = kwargs["BLOCK_M"] * kwargs["STORE_N"] * out_bytes
-    return int(operand_bytes(kwargs) + storers * kwargs["STORE_BUFFERS"] * piece + BARRIER_BYTES)
+    return int(
+        ring + storers * kwargs["STORE_BUFFERS"] * rows * kwargs["STORE_N"] * out_bytes + BARRIER_BYTES
+    )
 
 
 def deepest_ring(block_m: int, width: int, *, store_bytes: int) -> int:

@@ -22,11 +22,6 @@ from ..matrices import LINE_BYTES, Matrix, matrix_of_rows
 LEAST_FLOP, LEAST_SIDE = 4e9, 128
 
 
-def pitch_of(columns: int, itemsize: int) -> int:
-    """Return how many elements apart the rows of scratch memory begin."""
-    return triton.cdiv(columns * itemsize, LINE_BYTES) * LINE_BYTES // itemsize
-
-
 def runs_along_columns(tensor: torch.Tensor) -> bool:
     """Return whether the tensor's columns are contiguous, and not its rows."""
     return tensor.stride(0) == 1 and (tensor.stride(1) != 1 or tensor.shape[1] == 1)
@@ -37,7 +32,7 @@ def room_for(rows: int, columns: int, dtype: torch.dtype, device: torch.device) 
 
     The allocator gives it to no other stream before they have run; in a capture it is the graph's.
     """
-    pitch = pitch_of(columns, dtype.itemsize)
+    pitch = triton.cdiv(columns * dtype.itemsize, LINE_BYTES) * LINE_BYTES // dtype.itemsize
     return torch.empty_strided((rows, columns), (pitch, 1), dtype=dtype, device=device)
 
 

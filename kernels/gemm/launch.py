@@ -18,7 +18,7 @@ import torch
 import triton
 
 from ..configs import capability, take_first
-from ..epilogues import GATED, NO_EPILOGUE, ONLY_SUMS, Epilogue, EpilogueKind
+from ..epilogues import GATED, NO_ACTIVATION, ONLY_SUMS, Epilogue
 from ..launches.settled import Tensors, TunedKernel, TunedLaunch
 from ..matrices import LINE_BYTES, Matrix, as_matrix, matrix_of_rows
 from ..tensors import FP8, lies_by_columns
@@ -39,19 +39,10 @@ tuned_gemm = triton.autotune(
 )(gemm)
 
 
-def _sources(kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """Return of which of A, B, B and C each descriptor is under a config: `configs.set_blocks`."""
-    return (0, 1, 0, 3) if kwargs["SWAP_AB"] else (0, 1, 2, 3)
-
-
-_KERNEL = TunedKernel(tuned_gemm, blocks_of, sources_of=_sources)
-
-
-def _vectors(epilogue: Epilogue, *, exchanged: bool) -> tuple[torch.Tensor | None, ...]:
-    """Return scales of rows and of columns, then the bias of either, as the kernel wants them."""
-    if exchanged:
-        return epilogue.scale_b, epilogue.scale_a, epilogue.bias, None
-    return epilogue.scale_a, epilogue.scale_b, None, epilogue.bias
+# Of which of A, B, B and C each descriptor is under a config: see `configs.set_blocks`.
+_KERNEL = TunedKernel(
+    tuned_gemm, blocks_of, sources_of=lambda kwargs: (0, 1, 0, 3) if kwargs["SWAP_AB"] else (0, 1, 2, 3)
+)
 
 
 @dataclass(eq=False)
@@ -77,7 +68,8 @@ class LaunchPlan:
         if self.tuned is None:
             numbers = tuple(self.sizes.values())
             self.tuned = TunedLaunch(_KERNEL, self._grid, self.constants, (a, b, b, c), numbers=numbers)
-        vectors = _vectors(epilogue, exchanged=self.exchanged)
+        bias, _, of_rows, of_columns = epilogue
+        vectors = (of_columns, of_rows, bias, None) if self.exchanged else (of_rows, of_columns, None, bias)
         self.tuned((a.address, b.address, b.address, c.address), vectors, ())
 
     def _grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
@@ -92,9 +84,9 @@ def plan_launch(
     out: torch.Tensor,
     variant: str,
     programs: int,
+    activation: str | None = None,
     *,
     tensor_memory: bool,
-    epilogue: EpilogueKind = NO_EPILOGUE,
 ) -> LaunchPlan | None:
     """Return how to launch out = a @ b; None where TMA cannot address all tensors, and copies do not pay.
 
@@ -102,7 +94,7 @@ def plan_launch(
     """
     c = as_matrix(out)
     exchanged = runs_along_columns(out) if c is None else c.transposed
-    if exchanged and epilogue.activation in GATED:  # gate and up would be rows of all tiles
+    if exchanged and activation in GATED:  # gate and up would be rows of all tiles
         c, exchanged = None, False
     if exchanged:
         a, b, out = b.mT, a.mT, out.mT
@@ -130,7 +122,7 @@ def plan_launch(
         "TENSOR_MEMORY": tensor_memory,
         "OUT": TYPE_NAMES[out.dtype],
         "DTYPE": TYPE_NAMES[a.dtype],
-        "ACTIVATION": epilogue.activation,
+        "ACTIVATION": activation or NO_ACTIVATION,
     }
     return LaunchPlan(sizes, constants, exchanged, left, right, c)
 

@@ -12,7 +12,6 @@ The body in plain Triton is here, for AMD's GPUs, for strides that TMA cannot ta
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -21,8 +20,15 @@ import torch
 import triton
 import triton.language as tl
 
-from ..configs import INTERPRETED, do_bench
-from ..epilogues import Epilogue, apply_epilogue, apply_scales, result_columns, sums_of_a_result
+from ..configs import INTERPRETED, capability, do_bench
+from ..epilogues import (
+    NO_ACTIVATION,
+    Epilogue,
+    apply_epilogue,
+    apply_scales,
+    result_columns,
+    sums_of_a_result,
+)
 from ..matrices import LINE_BYTES
 from ..products import multiply
 from ..tensors import (
@@ -162,14 +168,13 @@ def _multiply(
     programs: int | None,
 ) -> LaunchPlan | None:
     """Write the result to `out`; return the plan of the Gluon body, None after the plain one."""
-    capability, sms = _device(a.device)
+    major, sms = _device(a.device)
     if a.dtype == FP8:
         check_fp8(a.device)
     programs = programs or sms
-    if capability in (9, 10):
-        on_blackwell = capability == 10
-        kind = epilogue.kind()
-        plan = plan_launch(a, b, out, variant, programs, tensor_memory=on_blackwell, epilogue=kind)
+    if major in (9, 10):
+        activation, on_blackwell = epilogue.activation, major == 10
+        plan = plan_launch(a, b, out, variant, programs, activation, tensor_memory=on_blackwell)
         if plan is not None:
             execute(plan, a, b, out, epilogue)
             return plan
@@ -177,11 +182,9 @@ def _multiply(
     return None
 
 
-@functools.lru_cache
 def _device(device: torch.device) -> tuple[int, int]:
     """Return NVIDIA's major compute capability, 0 for others, and the number of SMs."""
-    properties = torch.cuda.get_device_properties(device)
-    return (0 if torch.version.hip else properties.major), properties.multi_processor_count
+    return capability(device), torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _run_plain(
@@ -202,7 +205,7 @@ def _run_plain(
     sizes = (rows, columns, a.shape[1], *a.stride(), *b.stride(), *out.stride())
     upcasts = INTERPRETED and a.dtype != torch.float16
     constants = {"SCHEDULE": scheduler, "CHIPLETS": CHIPLETS, "UPCAST": upcasts}
-    constants["ACTIVATION"] = epilogue.kind().activation
+    constants["ACTIVATION"] = epilogue.activation or NO_ACTIVATION
     vectors = (epilogue.scale_a, epilogue.scale_b, epilogue.bias)
     plain_gemm[grid](a, b, out, *sizes, programs, class_of_rows(rows), *vectors, **constants)
 

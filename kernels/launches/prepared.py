@@ -34,7 +34,6 @@ IS_3_9 = triton.__version__.startswith("3.9.")
 
 Launch = Callable[[int, Sequence[Any]], None]  # on a stream, with all arguments but the last ones
 Expand = Callable[[Any], Sequence[Any]]  # from a descriptor to what the launcher is given for it
-PLAIN = frozenset({int, float, bool, type(None)})  # arguments that are no tensors
 
 
 class BareLaunch(NamedTuple):
@@ -66,14 +65,11 @@ class PreparedLaunch:
         self._bare = bare_launch(compiled, grid, len(matrices), last)
         self._encoded: list[dict[int, Sequence[Any]]] = [{} for _ in matrices]  # descriptors by address
 
-    def __call__(self, addresses: Sequence[int], *middle: Any) -> None:
-        """Launch with matrices at these addresses, and with the arguments between them and the last ones."""
-        # Addresses: of a tensor the launcher asks the driver whether the device can reach it.
-        numbers = [each if each.__class__ in PLAIN else each.data_ptr() for each in middle]
-        self.at(addresses, numbers)
-
     def at(self, addresses: Sequence[int], middle: Sequence[float | None]) -> None:
-        """Launch so with tensors that are given by their addresses, too."""
+        """Launch with matrices at these addresses, and with the arguments between them and the last ones.
+
+        Tensors are given by their addresses: of a tensor the launcher asks the driver whether it is reached.
+        """
         bare = self._bare
         if bare is None or _are_watched():
             descriptors = [self._describe(*placed) for placed in enumerate(addresses)]
@@ -116,10 +112,6 @@ class PlainLaunches:
         self._kernel, self._options = kernel, options
         self._of: dict[Hashable, PreparedLaunch] = {}
 
-    def find(self, kind: Hashable) -> PreparedLaunch | None:
-        """Return the prepared launch of a kind, if there is one."""
-        return self._of.get(kind)
-
     def launch(
         self,
         kind: Hashable,
@@ -129,25 +121,27 @@ class PlainLaunches:
         constants: dict[str, Any],
         *,
         only_load: bool = False,
-    ) -> None:
-        """Launch it, or load it; the arguments are in the order of its parameters, which end with constants.
+    ) -> PreparedLaunch | None:
+        """Launch it, or load it; return how it is launched again, once that is known.
 
-        kind: all that the compiled kernel and its grid depend on.
+        kind: all that the compiled kernel and its grid depend on. The arguments are in the order of its
+        parameters, which end with constants.
         """
         prepared = self._of.get(kind)
         if prepared is not None:
             if not only_load:
                 prepared.at((), [*[tensor.data_ptr() for tensor in tensors], *numbers])
-            return
+            return prepared
         grid, constants = (programs, 1, 1), {**constants, **self._options}
         arguments = (*[tensor.detach() for tensor in tensors], *numbers)
         if only_load:
             load(self._kernel, grid, *arguments, **constants)
-            return
+            return None
         compiled = self._kernel[grid](*arguments, **constants)
-        if hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
-            last = tuple(constants[name] for name in self._kernel.arg_names if name in constants)
-            remember(self._of, kind, PreparedLaunch(compiled, grid, (), (), last))
+        if not hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
+            return None
+        last = tuple(constants[name] for name in self._kernel.arg_names if name in constants)
+        return remember(self._of, kind, PreparedLaunch(compiled, grid, (), (), last))
 
 
 # ---- bare launches

@@ -69,8 +69,8 @@ def multiply(
     times: int = 1,
 ) -> bool:
     """Write the result to `out` by the Gluon body; return False, with nothing done, if it is not to."""
-    choices, kind = (variant, programs), epilogue.kind()
-    found = launching.plan_launch(a, b, out, *choices, tensor_memory=tensor_memory, epilogue=kind)
+    options = variant, programs, epilogue.activation
+    found = launching.plan_launch(a, b, out, *options, tensor_memory=tensor_memory)
     if found is None:
         return False
     for _ in range(times):
@@ -127,9 +127,10 @@ def always_copied(m: int, n: int, k: int) -> bool:
 def poison_rooms(patched: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Have scratch memory full of NaN; return the list of what is made, padding included."""
     made: list[torch.Tensor] = []
+    real = copies.room_for
 
     def room_for(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        pitch = copies.pitch_of(columns, dtype.itemsize)
+        pitch = real(rows, columns, dtype, torch.device("meta")).stride(0)
         made.append(torch.full((rows, pitch), math.nan, dtype=dtype, device=device))
         return made[-1][:, :columns]
 
