@@ -76,17 +76,6 @@ def test_steps_go_on_with_the_incumbent_while_candidates_are_compiled(device, co
     assert compiler.processes_left() == []
 
 
-def test_a_compiler_that_is_killed_costs_its_candidate(device, compiler):
-    compiler.behaves({64: "wait"})
-    step = stepping(kernel(GOOD, 64, TOO_LARGE))
-    begin(step, compiler)
-    for pid in compiler.pids() - {os.getpid()}:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    steps_until(lambda: step.settled, step)
-    assert banned(step)[64] == "rank 0: the compiler was ended by SIGKILL"
-
-
 # ---- how much is compiled at a time
 
 

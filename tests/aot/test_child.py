@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import os
 import signal
-import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -58,17 +55,6 @@ def endings(child: Child) -> list[tuple[int, Ending]]:
     return told
 
 
-def test_one_child_works_through_several_pieces_and_the_one_that_ends_it_is_the_last():
-    fails, crashes, why = ENDS["MLIR"][0], os.abort, "the compiler was ended by SIGABRT"
-    told = endings(Child([list, fails, list, crashes, list], 60.0))
-    assert [(place, ending.reason[: len(why)]) for place, ending in told] == [
-        (0, ""),
-        (1, "RuntimeError: PassManager::run fa"[: len(why)]),
-        (2, ""),
-        (3, why),
-    ]
-
-
 def test_the_limit_is_of_each_piece_of_work():
     def computes(seconds: float) -> Callable[[], None]:
         def work() -> None:
@@ -99,20 +85,6 @@ def test_a_child_that_waits_for_a_lock_stands_still_and_one_that_computes_does_n
         time.sleep(5e-3)
     for child in (waiting, computing):
         child.kill()
-
-
-def test_pauses_put_off_by_their_length_that_a_child_stands_still(monkeypatch):
-    monkeypatch.setattr(of_child, "STILL_S", 0.5)
-    child = Child([signal.pause], 60.0)
-    deadline = time.monotonic() + 30.0
-    while not child.stands_still():
-        assert time.monotonic() < deadline
-        child.pause()
-        assert not child.stands_still()
-        time.sleep(5e-3)
-        child.pause(goes_on=True)
-        time.sleep(50e-3)
-    child.kill()
 
 
 def test_a_child_that_is_paused_is_not_late():
@@ -156,15 +128,6 @@ def test_no_garbage_is_collected_in_a_child_even_when_it_is_due(monkeypatch):
         gc.set_threshold(*thresholds)
 
 
-def test_the_telling_line_of_what_the_compiler_said_is_the_reason(capfd):
-    def work() -> None:
-        os.write(2, b"a remark\nLLVM ERROR: Cannot select: intrinsic %llvm.x\nStack dump:\n")
-        os.abort()
-
-    assert ending(work).reason.endswith("SIGABRT: LLVM ERROR: Cannot select: intrinsic %llvm.x")
-    assert "a remark" in capfd.readouterr().err
-
-
 def test_signals_for_the_job_do_not_end_a_compilation():
     def work() -> None:
         for job_signal in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -182,34 +145,3 @@ def test_nothing_of_a_child_stays_open():
     ending(os.abort)
     Child([signal.pause], 60.0).kill()
     assert descriptors() == before
-
-
-def test_one_that_is_cut_off_has_no_file_and_no_socket_but_its_report(tmp_path, capfd):
-    def tried(act: Callable[[], Any]) -> bool:
-        with contextlib.suppress(OSError):
-            act()
-            return True
-        return False
-
-    def work() -> str:
-        acts = (
-            lambda: os.write(file.fileno(), b"x"),
-            lambda: ours.send(b"x"),
-            lambda: os.open(tmp_path / "new", os.O_CREAT | os.O_WRONLY),
-            lambda: os.open("/dev/null", os.O_RDONLY),
-            socket.socket,
-            lambda: subprocess.run(["true"]),
-        )
-        os.write(1, b"said")
-        os.write(2, b"said")
-        return str([tried(act) for act in acts])
-
-    ours, theirs = socket.socketpair()
-    with (tmp_path / "open").open("wb") as file, ours, theirs:
-        assert ending(work, is_cut_off=True) == Ending(result=str([False] * 6))
-        theirs.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            theirs.recv(1)
-    assert [path.name for path in tmp_path.iterdir()] == ["open"]
-    assert (tmp_path / "open").read_bytes() == b""
-    assert capfd.readouterr() == ("", "")

@@ -13,7 +13,6 @@ from candidates import GOOD, kernel_of_forms, settle, tuned
 
 from dist_autotune.compilation.compiler import FORMS
 
-DEADLINE_S = 100.0
 Form = tuple[Any, Any]  # shift and FORM of a launch
 TWO_FORMS: dict[str, Sequence[Form]] = {
     "a constant": [(None, "forward"), (None, "backward")],

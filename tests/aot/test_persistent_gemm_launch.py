@@ -106,22 +106,6 @@ def test_tensors_that_lie_otherwise_in_the_same_place_are_others(device, on_gpu)
     assert [launched.arguments[8] for launched in device.launches] == [256, 128, 256, 256]
 
 
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        pytest.param({"out_dtype": torch.float32}, TypeError, id="another type"),
-        pytest.param({"variant": "fastest"}, ValueError, id="no such variant"),
-        pytest.param({"programs": 0}, ValueError, id="no programs"),
-    ],
-)
-def test_what_is_wrong_is_refused_for_known_tensors_too(device, on_gpu, change, error):
-    a, b, out = operands(256, 192, 64)
-    persistent_matmul(a, b, out)
-    with pytest.raises(error):
-        persistent_matmul(a, b, out, **change)
-    assert len(device.launches) == 1
-
-
 def test_routes_are_bounded_and_keep_no_tensor(on_gpu, device, monkeypatch):
     monkeypatch.setattr(tensors, "KEPT", 2)
     calls = [operands(256, 192, 64 * size) for size in range(1, 5)]
@@ -134,18 +118,3 @@ def test_routes_are_bounded_and_keep_no_tensor(on_gpu, device, monkeypatch):
     del each
     gc.collect()
     assert [ref() for ref in kept] == [None] * 12
-
-
-@pytest.mark.parametrize(("current", "entered"), [(1, []), (0, [1])], ids=["current", "another"])
-def test_the_tensors_gpu_is_made_the_current_one_where_it_is_not(current, entered, monkeypatch):
-    seen: list[int] = []
-
-    @contextlib.contextmanager
-    def device(given: torch.device) -> Any:
-        seen.append(given.index)
-        yield
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
-    monkeypatch.setattr(torch.cuda, "device", device)
-    with operation._on(torch.device("cuda", 1)):
-        assert seen == entered

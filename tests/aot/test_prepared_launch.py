@@ -261,18 +261,6 @@ def test_each_launch_goes_to_the_stream_that_is_current_then(device, consumer):
     assert {stream for *_, stream in device.allocated} in ({0, 7, 8}, set())
 
 
-def test_scratch_memory_is_allocated_for_each_launch_as_the_own_way_does(device, monkeypatch):
-    caller = Caller(plain_by(tma=True))
-    calls(device, caller, 1)
-    device.allocated.clear()
-    calls(device, caller, 2)
-    monkeypatch.setattr(preparing, "_are_watched", lambda: True)
-    calls(device, caller, 2)
-    assert len(device.allocated) == 4
-    ((size, _, _),) = set(device.allocated)
-    assert size > 0
-
-
 @NEEDS_BARE
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 @consumers
@@ -311,12 +299,3 @@ def test_the_way_below_is_known_of_this_triton_and_of_nothing_else(device, monke
             assert bare_launch(compiled, (1, 1, 1), 0, ()) is None
     compiled._run = lambda *args: None  # another backend's
     assert bare_launch(compiled, (1, 1, 1), 0, ()) is None
-
-
-def test_where_the_way_below_is_not_known_triton_s_own_is_taken(device, monkeypatch):
-    monkeypatch.setattr(preparing, "bare_launch", lambda *args: None)
-    caller = Caller(SpecializedConsumer)
-    first, second, third = calls(device, caller, 3)
-    assert first[:3] == second[:3] == third[:3]
-    assert device.hooked == [True] * 3
-    assert len(device.encoded) == 12

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from candidates import ENDLESS, GOOD, Compiler, Preflight, arrive, kernel
+from candidates import Compiler, Preflight, arrive, kernel
 from candidates import preflight as preflight_launch
 
 from dist_autotune.compilation.compiler import CompileOptions
@@ -67,33 +67,6 @@ def test_a_rank_compiles_as_many_at_a_time_as_its_share_of_the_cores_behind_runs
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     assert CompileOptions(rank, ranks, in_background=behind).workers == jobs
     assert CompileOptions(rank, ranks, in_background=behind, jobs=5).workers == 5
-
-
-def test_a_killed_rank_stops_neither_its_peer_nor_leaves_its_compiler(device, compiler):
-    def program(rank: int) -> Preflight | None:
-        if rank == 1:
-            compiler.behaves({GOOD: "spin"})
-            once_it_compiles(compiler, GOOD, lambda: os.kill(os.getpid(), signal.SIGKILL))
-            preflight(GOOD)
-        compiler.wait_for(GOOD)
-        return preflight(GOOD, 64)
-
-    zero, one = run_ranks(program, 2, init="none")
-    assert one.signal == signal.SIGKILL
-    (found,) = assert_all_ok([zero])
-    assert found.reasons == {}
-    assert found.counts.compiled == 2
-    assert compiler.processes_left() == []
-
-
-def test_a_candidate_without_end_costs_two_ranks_one_limit_each(device, compiler, tmp_path):
-    def program(rank: int) -> list[str]:
-        compiler.behaves({ENDLESS: "spin"})
-        arrive(tmp_path, rank, 2)
-        return list(preflight(ENDLESS, local_rank=rank, local_ranks=2, limit_s=2.0).reasons.values())
-
-    assert assert_all_ok(run_ranks(program, 2, init="none")) == [["did not compile within 2 s"]] * 2
-    assert compiler.compilations() == [ENDLESS] * 2
 
 
 def test_ctrl_c_leaves_no_process(device, compiler):

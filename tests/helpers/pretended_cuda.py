@@ -24,9 +24,6 @@ NON_BLOCKING, LOWEST, HIGHEST = 1, 0, -5
 CALLER = 1  # the handle of the caller's stream
 
 
-SIGNALS = {("write", 0): "write", ("wait", 0): "wait", ("wait", 1): "wait for no other"}  # by their flags
-
-
 class Signal:
     """The driver's form of a write or a wait."""
 
@@ -47,8 +44,6 @@ class PretendedDriver:
     def __init__(self) -> None:
         self.made: dict[int, tuple[int, int]] = {}  # by handle: flags and priority
         self.destroyed: list[int] = []
-        self.told: list[list[tuple[str, int, int]]] = []  # each call for a side stream: what, where, how much
-        self.refuses_at = -1
         self._handles = itertools.count(7000)
 
     def cuCtxGetStreamPriorityRange(self):
@@ -62,20 +57,6 @@ class PretendedDriver:
     def cuStreamDestroy(self, stream):
         self.destroyed.append(stream)
         return (0,)
-
-    def cuMemcpyAsync(self, dst, src, size, stream):
-        return self._tell([("copy", dst, size)])
-
-    def cuStreamBatchMemOp(self, stream, count, signals, flags):
-        assert (count, flags) == (len(signals), 0)
-        parts = [(each.operation, getattr(each, f"{each.operation}Value")) for each in signals]
-        assert all(part.operation == kind for kind, part in parts)
-        told = [(SIGNALS[kind, part.flags], part.address, part.value) for kind, part in parts]
-        return self._tell(told)
-
-    def _tell(self, what):
-        self.told.append(what)
-        return (700 if len(self.told) - 1 == self.refuses_at else 0,)
 
     def __getattr__(self, name):
         return lambda *_: (0,)

@@ -14,7 +14,6 @@ from dense_runs import (
     LANES,
     WAYS,
     WAYS_ON_GPUS,
-    GatheringRows,
     begin,
     call_in_lane,
     gathered_by_torch,
@@ -132,14 +131,6 @@ def test_rows_of_a_rank_that_passes_no_scales_count_as_they_are(rank):
 
 
 # ---- one rank, in this process
-
-
-def test_the_shard_may_be_written_in_place():
-    (a, scale_a), (weight, _) = quantized(16, 32, device()), quantized(20, 32, device())
-    with GatheringRows(consumer="plain").alone(16, 32, FP8) as op:
-        op.shard.copy_(a)
-        assert op.shard.shape == (16, 32)
-        assert torch.equal(op(op.shard, weight, scale_a=scale_a), op(a, weight, scale_a=scale_a[:, 0]))
 
 
 @pytest.fixture(params=WAYS)

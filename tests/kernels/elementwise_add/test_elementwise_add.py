@@ -57,6 +57,7 @@ WRONG = {  # what is told, and of which call
     r"ValueError: a has strides \(1, 4\)": lambda x: elementwise_add(x.T, x),
     "ValueError: out overlaps b": lambda x: elementwise_add(x[2], x[0], x.flatten()[1:5]),
     "ValueError: b is on meta": lambda x: elementwise_add(x, x.to("meta")),
+    "RuntimeError: .* no backward, .* by a:": lambda x: elementwise_add(x.clone().requires_grad_(), x),
 }
 
 

@@ -18,6 +18,7 @@ from tp_runs import in_workspaces
 
 from dist_autotune.kernels import tp
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
+from dist_autotune.kernels.exchange.streams import await_peers
 from dist_autotune.kernels.signals import as_patience
 from dist_autotune.kernels.tp.registry import WORKSPACES
 from ranks import meet
@@ -78,6 +79,16 @@ def test_a_peer_that_does_not_come_is_named(rank, runs):
     told = f"PeerTimeout: {runs.name}, rank 0: rank 1 did not come to the call in time. Find out what that"
     told += " rank is doing. Close it on all ranks and open another"
     assert calls_without_a_peer(rank, runs, True) == ([told] * 2 if rank == 0 else [])
+
+
+LAST, FIRST = 2**31 - 1, -(2**31)  # numbers of calls, in an int32 that wraps around
+
+
+@pytest.mark.parametrize(("told", "call", "has_come"), [(LAST, FIRST, False), (FIRST, LAST, True)])
+def test_numbers_of_calls_compare_across_the_end_of_int32(told, call, has_come):
+    flags, errors = torch.tensor([0, told], dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    await_peers[(1,)](flags, errors, 0, call, 1, WORLD=2)
+    assert (int(errors[1]) == 0) is has_come
 
 
 @on_ranks(2)

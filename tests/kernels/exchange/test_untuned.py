@@ -53,11 +53,6 @@ def test_the_first_call_outside_a_session_says_what_to_do_and_other_sizes_of_the
     assert len(told_by(lambda: SCATTERING_SUMS.call_and_compare(op, [96], 2 * K))) == 1  # another layer
 
 
-def test_one_candidate_is_no_choice(op):
-    gemm_reduce_scatter.configs = CANDIDATES[:1]
-    assert told_by(lambda: SCATTERING_SUMS.call_and_compare(op, [160], K)) == []
-
-
 def test_a_session_tunes_what_was_taken_before_and_says_nothing(op):
     errors = []
 

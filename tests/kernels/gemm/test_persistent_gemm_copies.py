@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_autotune.kernels.epilogues import Epilogue
-from dist_autotune.kernels.gemm import copies
 from dist_autotune.kernels.gemm import launch as launching
-from dist_autotune.kernels.matrices import LINE_BYTES, Matrix
+from dist_autotune.kernels.matrices import Matrix
 
 TYPES = [torch.float16, torch.bfloat16, torch.float32]
 # The strides of a matrix, made of fresh memory: (rows, columns, type) -> tensor.
@@ -36,24 +35,6 @@ def numbers(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 # ---- the copy
-
-
-SIZES = [(1, 1), (3, 700), (600, 2), (70, 64), (37, 77), (1, 65), (65, 1)]
-SIZES_AND_TYPES = [*((size, TYPES[0]) for size in SIZES), *((SIZES[4], dtype) for dtype in TYPES[1:])]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("size", "dtype"), SIZES_AND_TYPES, ids=str)
-def test_a_copy_has_whole_lines_of_cache_and_nothing_in_its_padding(size, dtype, layout, poisoned_rooms):
-    source = LAYOUTS[layout](*size, dtype)
-    for transposed in (False, True):
-        matrix, room = copies.padded_copy(source, transposed=transposed)
-        assert torch.equal(room.mT if transposed else room, source)
-        whole = poisoned_rooms[-1]
-        assert whole.stride(0) * whole.element_size() % LINE_BYTES == 0
-        assert whole.stride(0) * whole.element_size() - room.shape[1] * room.element_size() < LINE_BYTES
-        assert whole[:, room.shape[1] :].isnan().all()
-        assert matrix == (room.data_ptr(), *room.shape, whole.stride(0), dtype, transposed)
 
 
 def test_what_tma_cannot_address_is_copied_where_the_product_is_large():

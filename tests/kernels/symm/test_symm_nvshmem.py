@@ -42,19 +42,11 @@ class Memory(nvshmem.NvshmemMemory):
         """Nothing to do."""
 
 
-@pytest.fixture
-def devices(monkeypatch):
-    """Note what becomes the current device, on which thread."""
-    seen = []
-    note = lambda device: seen.append((device, threading.current_thread().name))  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "set_device", note)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+def opened(monkeypatch, core):
+    for name in ("set_device", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
     monkeypatch.setattr(cuda, "_load_driver", lambda: None)
     monkeypatch.setattr(cuda, "_abandoned", [])
-    return seen
-
-
-def opened(monkeypatch, core):
     library = nvshmem._Library()
     library.module = core
 
@@ -69,17 +61,6 @@ def opened(monkeypatch, core):
     return memory, library
 
 
-def test_closing_frees_last_first_then_finalises_on_the_device_of_the_memory(devices, monkeypatch):
-    core = PretendedNvshmem()
-    memory, _ = opened(monkeypatch, core)
-    memory.close()
-    memory.close()
-    assert core.calls == ["free [5, 2]", "free [3]", "finalize"]
-    assert [device for device, _ in devices] == [torch.device("cpu")] * 3
-    assert "MainThread" not in [thread for _, thread in devices]
-    assert cuda._abandoned == []
-
-
 @pytest.mark.parametrize(
     ("sticks_in", "told", "calls"),
     [
@@ -89,9 +70,7 @@ def test_closing_frees_last_first_then_finalises_on_the_device_of_the_memory(dev
     ],
     ids=["first", "second", "finalising"],
 )
-def test_a_call_that_does_not_return_is_named_and_nothing_more_is_asked(
-    devices, monkeypatch, sticks_in, told, calls
-):
+def test_a_call_that_does_not_return_is_named_and_nothing_more_is_asked(monkeypatch, sticks_in, told, calls):
     core = PretendedNvshmem(sticks_in)
     memory, library = opened(monkeypatch, core)
     kept = list(memory._allocations)

@@ -13,7 +13,7 @@ from pretended_cuda import HIGHEST, NON_BLOCKING, PretendedDriver, PretendedMemo
 
 from dist_autotune.kernels.exchange import operation
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
-from dist_autotune.kernels.symm import Copy, Wait, Write, cuda, open_symmetric_memory
+from dist_autotune.kernels.symm import open_symmetric_memory
 
 
 @pytest.fixture
@@ -42,16 +42,6 @@ def test_what_a_kernel_may_still_write_is_kept_when_the_operation_is_abandoned(d
     assert [name for name, tensor in written.items() if tensor() is None] == []
 
 
-def test_what_an_operation_holds_is_given_back_when_it_is_closed(driver, monkeypatch):
-    op = opened(monkeypatch)
-    written = what_kernels_write(op)
-    op.close()
-    del op
-    gc.collect()
-    assert [name for name, tensor in written.items() if tensor() is not None] == []
-    assert cuda._abandoned == []
-
-
 def test_side_streams_are_made_for_the_memory_and_destroyed_with_it(driver):
     memory = PretendedMemory()
     handles = [memory.side_stream().handle for _ in range(3)]
@@ -60,37 +50,6 @@ def test_side_streams_are_made_for_the_memory_and_destroyed_with_it(driver):
     memory.close()
     memory.close()
     assert sorted(driver.destroyed) == sorted(handles)
-
-
-def test_side_streams_of_abandoned_memory_are_left_to_what_runs_on_them(driver):
-    memory = PretendedMemory()
-    stream = memory.side_stream()
-    memory.abandon()
-    memory.close()
-    assert driver.destroyed == []
-    assert cuda._abandoned_streams == [stream]
-
-
-def test_prepared_steps_reach_the_driver_in_order_in_as_few_calls_as_it_takes(driver):
-    memory = PretendedMemory()
-    words, data = (memory.allocate((size,), torch.int32).local for size in (cuda.BATCH + 3, 8))
-    steps = [*(Write(word, -1) for word in words), Copy(data[:4], data[4:])]
-    run = memory.prepare([*steps, Wait(words[0], 5), Write(words[1], 9)], memory.side_stream())
-    for _ in range(2):
-        driver.told.clear()
-        run()
-        first, second, copied, last = driver.told
-        assert [len(first), len(second)] == [cuda.BATCH, 3]
-        # The driver's numbers have no sign.
-        assert first + second == [("write", word.data_ptr(), 2**32 - 1) for word in words]
-        assert copied == [("copy", data.data_ptr(), 16)]
-        wait, write = (word.data_ptr() for word in words[:2])
-        assert last == [("wait", wait, 5), ("write", write, 9)]
-    for driver.refuses_at in range(4):
-        driver.told.clear()
-        with pytest.raises(cuda.SymmetricMemoryError, match="the CUDA driver reports 700"):
-            run()
-        assert len(driver.told) == driver.refuses_at + 1
 
 
 # ---- on GPUs

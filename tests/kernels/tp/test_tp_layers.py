@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
@@ -94,15 +93,11 @@ def assert_gradients_are_alike(model, plain):
         )
 
 
-def trains_as_plain(dim, how, dp=1):
+def trains_as_plain(dim, how):
     """Train a model and its parallel copy on the same tokens; compare losses, gradients and parameters."""
-    mesh = dist.init_device_mesh("cpu", (dp, dist.get_world_size() // dp), mesh_dim_names=("dp", "tp"))
+    mesh = dist.init_device_mesh("cpu", (2,))
     plain = alike_on_all_ranks(Transformer)
-    model = parallelize(copy.deepcopy(plain), mesh["tp"], plan_of(dim, how != "gathered again"))
-    if dp > 1:
-        for layer in model.layers.values():
-            fully_shard(layer, mesh=mesh["dp"])
-        fully_shard(model, mesh=mesh["dp"])
+    model = parallelize(copy.deepcopy(plain), mesh, plan_of(dim, how != "gathered again"))
     if how == "checkpointed":
         for layer in model.layers.values():
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
@@ -111,22 +106,20 @@ def trains_as_plain(dim, how, dp=1):
     for _ in range(2):  # the second with parameters that were updated
         tokens = torch.randint(0, VOCABULARY, (SEQUENCES, LENGTH + 1))
         wanted = loss_of(plain, tokens)
-        own = part_of(tokens, mesh["dp"], 0)
-        inputs, labels = (part_of(each, mesh["tp"], dim) for each in (own[:, :-1], own[:, 1:]))
-        logits = forward(inputs).flatten(0, 1)
-        loss = F.cross_entropy(logits, labels.flatten()) / mesh["tp"].size()
+        inputs, labels = (part_of(each, mesh, dim) for each in (tokens[:, :-1], tokens[:, 1:]))
+        loss = F.cross_entropy(forward(inputs).flatten(0, 1), labels.flatten()) / 2
         for optimizer, each in zip(optimizers, (wanted, loss), strict=True):
             optimizer.zero_grad()
             each.backward()
         total = loss.detach().clone()
         dist.all_reduce(total)
-        assert_close(total / dp, wanted.detach())
+        assert_close(total, wanted.detach())
         assert_gradients_are_alike(model, plain)
         for optimizer in optimizers:
             optimizer.step()
     norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0) for each in (plain, model)]
     assert_close(*map(whole, norms))
-    tp.release(mesh["tp"])
+    tp.release(mesh)
     assert list(model.state_dict()) == list(plain.state_dict())
 
 
@@ -139,12 +132,6 @@ def trains_as_plain(dim, how, dp=1):
 @in_workspaces(2)
 def test_a_parallel_transformer_trains_as_the_plain_one(rank, how, dim):
     trains_as_plain(dim, how)
-
-
-@pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:UserWarning:torch")
-@in_workspaces(4)
-def test_so_it_does_beside_fsdp2(rank):
-    trains_as_plain(0, "eager", dp=2)
 
 
 @in_workspaces(2)

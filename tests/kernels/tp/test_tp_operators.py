@@ -77,20 +77,6 @@ def test_the_operators_pass_torchs_own_checks(rank):
         assert set(torch.library.opcheck(operator.default, arguments).values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("grad", [False, True], ids=["without gradients", "with gradients"])
-@in_workspaces(2)
-def test_a_compiled_rank_that_reads_no_result_still_meets_its_peers(rank, grad):
-    """Read the products on rank 0 alone."""
-    up, down = tensor_of(0, 12, 8, grad=grad), tensor_of(0, 8, 12, grad=grad)
-
-    def layer(x):
-        made = tp.matmul_reduce_scatter(tp.all_gather_matmul(x, up).relu(), down)
-        return x + made if rank == 0 else 2 * x
-
-    function = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    assert function(tensor_of(rank, 4, 8, grad=grad)).shape == (4, 8)
-
-
 @in_workspaces(2)
 def test_a_graph_keeps_every_call_that_peers_wait_for(rank):
     """Trace each operator that meets peers, with a result that nobody reads."""
