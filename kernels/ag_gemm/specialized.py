@@ -17,7 +17,6 @@ from ..gemm.launch import (
 )
 from ..launches.settled import Tensors, TunedKernel
 from ..matrices import Matrix, matrix_of_rows
-from ..tensors import FP8
 from .call import Consumer, GatherMemory, Product
 from .specialized_kernel import specialized_all_gather_gemm
 
@@ -45,8 +44,6 @@ if HAS_INLINE_PTX:
         for width in widths
     ]
 
-OPERAND_TYPES = (torch.float16, torch.bfloat16, FP8)
-
 tuned = tuned_over_chunks(specialized_all_gather_gemm, CANDIDATES, "ACTIVATION")
 
 _KERNEL = TunedKernel(tuned, blocks_of, operation="AllGatherGemm")
@@ -61,7 +58,7 @@ def can_run(gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rows:
     """Return whether `SpecializedConsumer` takes these: this rank's own answer, by addresses and N."""
     matrices = _matrices(gather, weight, out)
     has_columns = weight.shape[0] > 1
-    return has_columns and can_take_chunks(matrices, rows, gather.device, CANDIDATES, OPERAND_TYPES)
+    return has_columns and can_take_chunks(matrices, rows, gather.device, CANDIDATES)
 
 
 class SpecializedConsumer(Consumer):

@@ -27,6 +27,8 @@ from .configs import GLUON_CANDIDATES, NAMES, blocks_of, class_of_rows, count_ti
 from .copies import copies_pay, padded_copy, room_for, runs_along_columns
 from .pruning import TYPE_NAMES, fewest_rows, prune, prune_chunks
 
+INPUT_DTYPES = (torch.float16, torch.bfloat16, FP8)
+
 Operands = TypeVar("Operands")
 
 tuned_gemm = triton.autotune(
@@ -240,14 +242,13 @@ def can_take_chunks(
     rows: int,
     device: torch.device,
     candidates: list[triton.Config],
-    dtypes: tuple[torch.dtype, ...],
 ) -> bool:
     """Return whether a GPU has a Gluon kernel for chunks of so many rows: TMA can address all matrices."""
     major, dtype = capability(device), matrices[0].dtype
     return (
         # In fp8, on Blackwell, the tensor cores alone are between a row's flag and who reads its scale.
         (major == 9 or (major == 10 and dtype != FP8))
-        and dtype in dtypes
+        and dtype in INPUT_DTYPES
         and rows >= fewest_rows(candidates, tensor_memory=major == 10)
         and all(matrix.is_addressable() for matrix in matrices)
     )

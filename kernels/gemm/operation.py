@@ -43,10 +43,9 @@ from ..tensors import (
 )
 from ..tiles import chiplet_number, grouped_tile
 from .configs import NAMES, PLAIN_CANDIDATES, class_of_rows
-from .launch import LaunchPlan, execute, plan_launch
+from .launch import INPUT_DTYPES, LaunchPlan, execute, plan_launch
 from .pruning import prune_plain
 
-INPUT_DTYPES = (torch.float16, torch.bfloat16, FP8)
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SCHEDULERS = ("auto", "grouped", "chiplet")
 

@@ -1,8 +1,8 @@
 """The device side of `GemmReduceScatter` on Hopper and Blackwell: the roles of `gemm` hand over chunks.
 
     load      claims tiles one by one, in the order of their chunks: for peers, `rank` + 1 first, then own
-    work      multiplies and stores. A tile for a peer goes by TMA to the partial sums. To a tile of the own
-              chunk it adds the peers' sums, in float32, before it rounds
+    work      multiplies, scales (in fp8) and stores. A tile for a peer goes by TMA to the partial sums. To a
+              tile of the own chunk it adds the peers' sums, in float32, before it rounds
     notify    counts the tiles for peers that are in memory and hands over complete chunks. In the own chunk
               it waits for the peers' sums, a part of the rows at a time, and lets `work` go on
     STORES    a tile for a peer goes into that peer's memory, by plain stores, once `notify` has seen the
@@ -34,7 +34,7 @@ from ..exchange.peers import Peers, wait_for_all
 from ..exchange.stores import count_stored, let_peers_write, memory_of
 from ..gemm.any_width import piece_start
 from ..gemm.epilogue import Pointwise, complete_stores
-from ..gemm.operands import Config, allocate_mbarriers
+from ..gemm.operands import Config, allocate_mbarriers, item_bytes
 from ..gemm.problem import end_steps_of, slots_of_visits
 from ..gemm.roles import run
 from ..rings import ring_phase, ring_slot
@@ -50,6 +50,8 @@ class Summed:
     """The sums of a tile with their addends, in place of an accumulator."""
 
     accumulator: gl.tuple  # of one element: its type depends on the MMA part
+    scaling: Pointwise
+    row_of_a: gl.tensor
     pointers: gl.tuple  # to this rank's addend, [BLOCK_M, N], or None; to the peers' sums
     between: gl.tensor  # elements from one peer's sums to the next one's
     col: gl.tensor
@@ -59,14 +61,15 @@ class Summed:
 
     @gluon.jit
     def piece(self, i: gl.constexpr, STORE_N: gl.constexpr):
-        """Return STORE_N columns of the tile, from `piece_start` on.
+        """Return STORE_N columns of the tile, from `piece_start` on, scaled before anything is added.
 
         The next peer's sums are on their way while those of the one before are added.
         """
-        sums = self.accumulator[0].piece(i, STORE_N)
+        start: gl.constexpr = piece_start(i, STORE_N, self.WIDTH)
+        sums = self.scaling.apply(self.accumulator[0].piece(i, STORE_N), self.row_of_a, self.col, start)
         layout: gl.constexpr = sums.type.layout
         rows = gl.arange(0, sums.shape[0], gl.SliceLayout(1, layout))
-        first = gl.multiple_of(self.col + piece_start(i, STORE_N, self.WIDTH), 8)
+        first = gl.multiple_of(self.col + start, 8)
         cols = first + gl.arange(0, sums.shape[1], gl.SliceLayout(0, layout))
         offsets = rows[:, None] * self.pitch + cols[None, :]
         mask = (cols < self.pitch)[None, :]  # rows never lie beyond
@@ -89,6 +92,7 @@ class ScatteredChunks:
     """The tiles of `chunks` chunks of A, from the `first` behind the own one on; the `problem` of `roles`."""
 
     peers: gl.tuple  # `Peers`
+    scaling: Pointwise  # by the scales of rows of A and of the weight
     partial_desc: tma.tensor_descriptor
     pointers: gl.tuple  # to this rank's addend, or None; to staged sums
     counts_ptr: gl.tensor
@@ -179,15 +183,16 @@ class ScatteredChunks:
     def with_sums(self, accumulator, number, row, col, PEERS: gl.constexpr):
         """Return the tile's sums with this rank's addend and the sums of so many peers."""
         WIDTH: gl.constexpr = self.config.BLOCK_N + self.config.EXTRA_N
+        row_of_a, _row, _col = self.place(number)
         addend_ptr, staged_ptr = self.pointers
         if addend_ptr is not None:
-            row_of_a, _row, _col = self.place(number)
             addend_ptr += gl.cast(row_of_a, gl.int64) * self.N
         staged_ptr += gl.cast(row, gl.int64) * self.N
         between = gl.cast(self.capacity, gl.int64) * self.N
         # N, though the compiler does not know it: it would keep all offsets in registers from tile to tile.
         pitch = gl.multiple_of(self.N + 8 * min(number, 0), 8)
-        return Summed((accumulator,), (addend_ptr, staged_ptr), between, col, pitch, WIDTH, PEERS)
+        product, pointers = ((accumulator,), self.scaling, row_of_a), (addend_ptr, staged_ptr)
+        return Summed(*product, pointers, between, col, pitch, WIDTH, PEERS)
 
     @gluon.jit
     def place_there(self, number):
@@ -260,8 +265,10 @@ class ScatteredChunks:
                 gl.store(come_ptr + 1, 0)
 
 
-UNSPECIALIZED = ["flags_ptr", "errors_ptr", "M", "K", "capacity", "first", "chunks", "rank"]
-UNSPECIALIZED += ["patience_ticks", "size_class"]
+UNSPECIALIZED = [
+    *("flags_ptr", "errors_ptr", "row_scale_ptr", "column_scale_ptr"),
+    *("M", "K", "capacity", "first", "chunks", "rank", "patience_ticks", "size_class"),
+]
 
 
 # Sizes only count tiles, save N, a multiple of 8: its divisors tell where rows of sums begin.
@@ -278,6 +285,8 @@ def specialized_gemm_reduce_scatter(
     counts_ptr,  # int32 [WORLD + 4], 0 between launches, as in `plain`
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
     addend_ptr,  # [M, N], contiguous, which is added to A @ B.T; or None
+    row_scale_ptr,  # float32 [M], or None
+    column_scale_ptr,  # float32 [N], or None
     M,
     N,
     K,
@@ -289,7 +298,7 @@ def specialized_gemm_reduce_scatter(
     size_class,  # of the rows of a chunk, for the key of the tuning
     WORLD: gl.constexpr,
     TENSOR_MEMORY: gl.constexpr,  # Blackwell
-    DTYPE: gl.constexpr,  # of A, B and C, for the key of the tuning
+    DTYPE: gl.constexpr,  # of A and B
     TRANS_B: gl.constexpr,  # the weight's rows are contiguous; else its columns
     STORES: gl.constexpr,  # to the peers' memory; else to the partial sums
     VARIANT: gl.constexpr,
@@ -303,13 +312,14 @@ def specialized_gemm_reduce_scatter(
     GROUP_M: gl.constexpr,
     JOINED: gl.constexpr,
 ):
-    """Compute A @ B.T, the rows of other ranks first; add the peers' sums to the own rows.
+    """Compute A @ B.T, times scales, the rows of other ranks first; add the peers' sums to the own rows.
 
     M / WORLD is not below BLOCK_M, and K not below 1.
     """
+    ITEM_BYTES: gl.constexpr = item_bytes(DTYPE)
     config = Config(
-        *(VARIANT, BLOCK_M, BLOCK_N, EXTRA_N, BLOCK_K, NUM_BUFFERS, STORE_N, STORE_BUFFERS),
-        *(GROUP_M, TENSOR_MEMORY, False, TRANS_B, False, JOINED, 2),
+        *(VARIANT, BLOCK_M, BLOCK_N, EXTRA_N, 2 * BLOCK_K // ITEM_BYTES, NUM_BUFFERS, STORE_N, STORE_BUFFERS),
+        *(GROUP_M, TENSOR_MEMORY, False, TRANS_B, False, JOINED, ITEM_BYTES),
     )
     SLOTS: gl.constexpr = slots_of_visits(NUM_BUFFERS)
     stored = allocate_mbarriers(SLOTS)
@@ -323,16 +333,18 @@ def specialized_gemm_reduce_scatter(
     m = M // WORLD
     tiles_m = gl.cdiv(m, BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N + EXTRA_N)
+    scales, biases = (row_scale_ptr, column_scale_ptr, 1), (None, None)
     problem = ScatteredChunks(
         Peers(flags_ptr, errors_ptr, rank, patience_ticks),
+        Pointwise(scales, biases, M, N, "none", False),
         partial_desc,
         (addend_ptr, staged_ptr),
         *(counts_ptr, stored, arrived, writable, table_ptr, m, N, K, capacity, first, chunks),
         *(tiles_m, tiles_n, chunks * tiles_m * tiles_n),
-        *(gl.cdiv(K, BLOCK_K), config, WORLD),
+        *(gl.cdiv(K, config.BLOCK_K), config, WORLD),
         2 if VARIANT == "pingpong" and not TENSOR_MEMORY else 1,
         SLOTS,
         STORES,
     )
-    pointwise = Pointwise((None, None, 1), (None, None), M, N, "none", False)
+    pointwise = Pointwise((None, None, 1), biases, M, N, "none", False)
     run(problem, a_desc, b_desc, extra_desc, c_desc, pointwise, config, counts_ptr + WORLD, True)

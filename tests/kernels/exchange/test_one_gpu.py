@@ -193,23 +193,24 @@ def leave(body: str, index: int) -> bool:
     return body == "plain" or bool(prune_chunks(tuner.configs, args))
 
 
-def assert_sums(body: str, captured: bool, indices: Sequence[int], calls: int) -> None:
+def assert_sums(
+    body: str, captured: bool, indices: Sequence[int], calls: int, dtype: torch.dtype = DTYPE
+) -> None:
     """Compare this rank's sums and what it pushed, with a peer that is late."""
     torch.manual_seed(0)
     found = {
-        str(BODIES[body][1][index]): sums_of_a_candidate(body, captured, calls)
+        str(BODIES[body][1][index]): sums_of_a_candidate(captured, calls, dtype)
         for index in indices
         if leave(body, index)
     }
     assert found
-    wrong = {which: errors for which, errors in found.items() if not all(max(pair) < 0.01 for pair in errors)}
-    assert wrong == {}
+    assert {which: errors for which, errors in found.items() if not all(each < 0.01 for each in errors)} == {}
 
 
-def sums_of_a_candidate(body: str, captured: bool, calls: int) -> list[tuple[float, float]]:
+def sums_of_a_candidate(captured: bool, calls: int, dtype: torch.dtype) -> list[float]:
     memory, (m, n, k) = HostAsPeer(), SUMS
-    rows, found = m // 2, []
-    with opened(memory, GemmReduceScatter, m + 6, n) as op:
+    rows, found, scales = m // 2, [], {}
+    with opened(memory, GemmReduceScatter, m + 6, n, dtype=dtype) as op:
         peer, here = Peer(memory), op._flags.local
         a, weight, addend = (
             torch.empty(size, device=DEVICE, dtype=DTYPE) for size in ((m, k), (n, k), (m, n))
@@ -223,11 +224,14 @@ def sums_of_a_candidate(body: str, captured: bool, calls: int) -> list[tuple[flo
                 tensor.fill_(float("nan"))
             theirs = torch.randn(rows, n).to(DTYPE).pin_memory()
             torch.cuda.synchronize()
-            adds = not captured and call % 2 == 1
+            adds = not captured and call % 2 == 1 and dtype == DTYPE
+            if dtype == FP8:
+                (a, scale_a), (weight, scale_weight) = (quantized(size, k, DEVICE) for size in (m, n))
+                scales = {"scale_a": scale_a, "scale_weight": scale_weight}
             if captured and call:
                 graph.replay()
             else:
-                op(a, weight, out, addend=addend if adds else None)
+                op(a, weight, out, addend=addend if adds else None, **scales)
             peer.write(here[flags.FREE.value, 1], 1)
             there = op._flags.peers[1][:, 0]
             peer.take(there[flags.FREE.value])
@@ -242,9 +246,11 @@ def sums_of_a_candidate(body: str, captured: bool, calls: int) -> list[tuple[flo
                 begin = end
             op.check()
             product = a.float() @ weight.float().T + (addend.float() if adds else 0)
+            if scales:
+                product *= scales["scale_a"] * scales["scale_weight"].T
             wanted = product[:rows] + theirs.to(DEVICE).float()
             pushed = op._staged.peers[1][0, :rows].to(DEVICE)
-            found.append((relative(out, wanted), relative(pushed, product[rows:])))
+            found += [relative(out, wanted), relative(pushed, product[rows:])]
             if captured and not call:
                 with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     op(a, weight, out)
@@ -252,7 +258,8 @@ def sums_of_a_candidate(body: str, captured: bool, calls: int) -> list[tuple[flo
 
 
 def relative(result: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((result.float() - wanted).norm() / wanted.norm())
+    """Return the largest error of a row: scales of rows are far apart."""
+    return float(((result.float() - wanted).norm(dim=1) / wanted.norm(dim=1)).max())
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
@@ -262,6 +269,12 @@ def test_sums_leave_while_the_kernel_waits_for_those_of_the_peer(
     rank: int, body: str, captured: bool
 ) -> None:
     assert_sums(body, captured, (0, 7), 5)
+
+
+@pytest.mark.parametrize("body", BODIES)
+@on_one_gpu
+def test_sums_in_fp8_are_scaled_before_they_leave_or_are_added(rank: int, body: str) -> None:
+    assert_sums(body, False, (0, 4, 7), 3, FP8)
 
 
 @pytest.mark.parametrize("half", [0, 1])  # of the compiling

@@ -15,8 +15,9 @@ from epilogue_runs import quantized
 from operation_runs import GPU_BACKENDS, device, message_of, on_ranks
 from operations import HALF, factors, tuned_with_other_row_counts
 
-from dist_autotune.kernels.gemm_rs import GemmReduceScatter
-from dist_autotune.kernels.gemm_rs.operation import LAUNCHES, STORES
+from dist_autotune.kernels.gemm.pruning import prune_chunks
+from dist_autotune.kernels.gemm_rs import GemmReduceScatter, operation, specialized
+from dist_autotune.kernels.gemm_rs.operation import IN_STEPS, LAUNCHES, PLAIN, STORES
 from dist_autotune.kernels.gemm_rs.plain import CANDIDATES, PlainBody
 
 
@@ -134,6 +135,35 @@ def test_each_rank_scales_its_product_before_it_is_rounded_and_sent(rank):
     return cases | {"different candidates": lambda: every_call(rank, None)}
 
 
+class StandIn(PlainBody):
+    """The kernel in plain Triton, where the specialised one would be."""
+
+    in_steps = True
+
+    def __init__(self, operands, held, *, stores=False):
+        super().__init__(operands, held, has_tma=False, upcasts=True, stores=stores)
+
+
+@on_ranks(2)
+def test_beside_the_specialised_kernel_the_plain_one_is_a_choice_and_ranks_may_differ(rank):
+    errors, offered = [], []
+
+    def choose(name, ways, key):
+        offered.append(ways)
+        return ways[(len(offered) + rank) % len(ways)]
+
+    stand_in = {"can_run": lambda *_: True, "SpecializedBody": StandIn}
+    with mock.patch.multiple(specialized, **stand_in), mock.patch.object(operation, "tunable", choose):
+        SCATTERING_SUMS.begin(rank)
+        for by_stores in (False, None, True):
+            with GemmReduceScatter(78, 40, FP8, by_stores=by_stores) as op:
+                for _ in range(4):
+                    op._layouts.clear()
+                    errors.append(compared(op, 74, 32))
+    assert list(dict.fromkeys(offered)) == [(IN_STEPS, PLAIN), (IN_STEPS, PLAIN, *STORES), STORES]
+    return errors
+
+
 def test_results_are_bf16():
     a, weight = torch.ones(16, 32).to(FP8), torch.ones(20, 32).to(FP8)
     with SCATTERING_SUMS.alone(16, 20, FP8) as op:
@@ -150,4 +180,27 @@ def test_every_candidate_multiplies_fp8_on_gpus(rank, backend):
     return {
         f"candidate {index}": lambda index=index: every_call(rank, index, backend)
         for index in range(len(CANDIDATES))
+    }
+
+
+def calls_of_specialized_kernel(rank: int, index: int, by_stores: bool) -> list[float]:
+    """Call with ragged rows and columns, in one launch and in steps, by one of the candidates or the next."""
+    m, n, k = 666, 520, 272 + 16 * rank
+    args = {"M": m, "N": n, "K": k, "WORLD": 2, "TENSOR_MEMORY": False, "TRANS_B": True}
+    usable = prune_chunks(specialized.CANDIDATES, args)
+    specialized.tuned.configs, specialized.tuned.cache = [usable[(index + rank) % len(usable)]], {}
+    with GemmReduceScatter(m + 6, n, FP8, timeout_s=60.0, by_stores=by_stores) as op:
+        SCATTERING_SUMS.poison(op)
+        return [compared(op, m, k), compared(op, m, k, by_rows=False, in_steps=True)]
+
+
+@pytest.mark.gpu(devices=2, seconds=60)
+@on_ranks(2, timeout_s=240)
+def test_the_specialised_kernel_multiplies_fp8_on_gpus(rank):
+    return {
+        f"candidate {index}{', stores' * stores}": lambda index=index, stores=stores: (
+            calls_of_specialized_kernel(rank, index, stores)
+        )
+        for index in (0, 3, 6, 9)
+        for stores in (False, True)
     }

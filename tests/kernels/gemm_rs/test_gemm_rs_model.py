@@ -36,6 +36,7 @@ class Scene(Call):
     late: bool = False  # peers push when all that is for them has left
     patience_ticks: int = 10_000
     stores: bool = False  # the kernel stores to the peers
+    scaled: bool = False  # rows of A and of the weight have scales, in fp8
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,6 +45,8 @@ class Scene(Call):
         self.b = numbers.integers(-3, 4, (self.n, self.k)).astype(float)
         self.extra = numbers.integers(-9, 10, (self.world * self.m, self.n)).astype(float)
         self.theirs = numbers.integers(-9, 10, (slots, self.m, self.n)).astype(float)
+        self.of_rows = 2.0 ** numbers.integers(-3, 4, self.world * self.m)
+        self.of_columns = 2.0 ** numbers.integers(-3, 4, self.n)
         self.partial = np.full((slots * self.capacity, self.n), np.nan)
         self.staged = np.full(slots * self.capacity * self.n, np.nan)
         self.out = np.full((self.m, self.n), np.nan)
@@ -56,7 +59,8 @@ class Scene(Call):
     def product(self, chunk: int) -> np.ndarray:
         """Return what is this rank's part of the sums for that one."""
         rows = slice(chunk * self.m, (chunk + 1) * self.m)
-        return self.a[rows] @ self.b.T + (self.extra[rows] if self.addend else 0)
+        scales = self.of_rows[rows, None] * self.of_columns if self.scaled else 1
+        return self.a[rows] @ self.b.T * scales + (self.extra[rows] if self.addend else 0)
 
     # ---- what goes on beside the kernel, each a task of the machine
 
@@ -129,16 +133,17 @@ def launch(scene: Scene, variant: str, beside: list[Callable[[], None]], **optio
     """Run one launch of the kernel to its end; `first`, `chunks` and the tiles are options."""
     programs, first = options.pop("programs", 2), options.pop("first", 0)
     chunks, tile = options.pop("chunks", scene.world), Tile(variant, **options)
-    block_m, _, block_k = tile.blocks
+    (block_m, _, words_k), itemsize = tile.blocks, 1 if scene.scaled else 2
     gluon_model.launch(
         KERNEL.specialized_gemm_reduce_scatter,
         programs,
-        Descriptor(scene.a, [block_m, block_k]),
-        *tile.of_weight(scene.b),
+        Descriptor(scene.a, [block_m, words_k * 2 // itemsize], itemsize),
+        *tile.of_weight(scene.b, itemsize),
         *(Descriptor(each, [block_m, tile.store[0]]) for each in (scene.out, scene.partial)),
         None,  # the table, in whose place `reduce_scatter` puts what it leads to
         *map(Pointer, (scene.staged, scene.flags, scene.counts, scene.errors)),
         Pointer(scene.extra.reshape(-1)) if scene.addend else None,
+        *(Pointer(each) if scene.scaled else None for each in (scene.of_rows, scene.of_columns)),
         *(scene.world * scene.m, scene.n, scene.k, scene.capacity),
         *(first, chunks, scene.rank, scene.patience_ticks),
         scene.m,  # its class
@@ -147,7 +152,7 @@ def launch(scene: Scene, variant: str, beside: list[Callable[[], None]], **optio
         beside=beside,
         WORLD=scene.world,
         STORES=scene.stores,
-        DTYPE="bf16",
+        DTYPE="fp8e4nv" if scene.scaled else "bf16",
         **tile.constants(),
     )
 
@@ -217,6 +222,14 @@ def test_every_chunk_is_complete_when_it_leaves_and_the_sums_are_right(
     scene = Scene(world, seed % world, *sizes, seed=seed, addend=addend, late=late, **way)
     options = {"programs": programs, "buffers": buffers, "store": store, "by_columns": by_columns}
     reduce_scatter(scene, variant, tensor_memory=tensor_memory, **options)
+
+
+@pytest.mark.parametrize("variant", ["cooperative", "pingpong"])
+@CALLS
+def test_in_fp8_a_product_meets_its_scales_before_it_is_added_or_leaves(variant, way):
+    for seed, (n, store) in enumerate([(16, (4, 1)), (19, (4, 2)), (3, (8, 1))]):
+        scene = Scene(3, seed, 9, n, 7, seed=seed, scaled=True, addend=seed == 1, **way)
+        reduce_scatter(scene, variant, store=store)
 
 
 @KINDS
