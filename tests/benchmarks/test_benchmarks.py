@@ -1,7 +1,6 @@
 """The benchmarks: only right results are timed, in turns; what cannot run is told; records become pages."""
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from benchmarks.common.arms import Arm, Plan, Timed, measure
 from benchmarks.common.ranks import Ranks, Unsupported
 from ranks import assert_all_ok, run_ranks
 
-AG_GEMM = "benchmarks.ag_gemm"
 QUICK = ("--json", "record.json", "--commit", "0ff1ce", "--warm-ups", "0", "--iterations", "1")
 PLAN = Plan(warm_ups=2, iterations=3, limit_s=60.0)
 
@@ -41,6 +39,13 @@ IN_STEP = {f"{pick}, step" for pick in PICKS} | {f"{pick}, GEMM" for pick in PIC
 ROUNDED, ONE_ROUNDING = ("--dtype", "fp16"), 1e-3
 OF_EXPERTS = ("--hidden", "16", "--ffn", "32", "--experts", "2", "--tokens", "12", "--zipf", "1.2", *ROUNDED)
 BENCHMARKS = {
+    "ag_gemm": Times(
+        {"ours", "ours, copied", "ours, no overlap", "ours, low latency", "ours, by stores"}
+        | {"gloo + GEMM", "gloo + own GEMM", "GEMM", "copies", "gloo gather"},
+        (*ROUNDED, "--m", "96"),
+        ONE_ROUNDING,
+        tuned=frozenset({"all_gather_gemm"}),
+    ),
     "ep": Times(
         {
             f"{name}{part}"
@@ -91,16 +96,11 @@ BENCHMARKS = {
 }
 
 
-def record_of(name: str, *arguments: str, ranks: int = 2) -> dict[str, Any]:
-    """Return the record that a program leaves."""
-    run_program(f"benchmarks.{name}", *QUICK, *arguments, ranks=ranks)
-    return json.loads(Path("record.json").read_text())
-
-
 @pytest.mark.usefixtures("tried_once")
 @pytest.mark.parametrize(("name", "times"), BENCHMARKS.items(), ids=BENCHMARKS)
 def test_a_benchmark_times_the_arms_that_can_run_and_are_right(name: str, times: Times) -> None:
-    record = record_of(name, *times.arguments, ranks=times.ranks)
+    printed = run_program(f"benchmarks.{name}", *QUICK, *times.arguments, ranks=times.ranks)
+    record = json.loads(Path("record.json").read_text())
     (case,) = record["cases"]
     arms = {arm["name"]: arm for arm in case["arms"]}
     assert {name for name, arm in arms.items() if "unavailable" not in arm} == times.arms
@@ -111,70 +111,35 @@ def test_a_benchmark_times_the_arms_that_can_run_and_are_right(name: str, times:
     found = {context["kernel"]: context["status"] for context in case.get("tuned", {}).get("contexts", [])}
     assert {found.get(name) for name in times.tuned} <= {"tuned", "cached"}, found
     assert f"**{records.INTERPRETER_NOTE}**" in render.page(record)
+    assert records.INTERPRETER_NOTE in printed.splitlines()
+    wanted = f"./launch.sh --cpu --nproc {times.ranks} -m benchmarks.{name} --warm-ups 0 --iterations 1"
+    assert sorted(record["command"].split()) == sorted([*wanted.split(), *times.arguments])
+    assert record["commit"] == "0ff1ce"
 
 
-def test_ag_gemm_ends_with_a_table_and_a_record_that_becomes_a_page(tmp_path: Path) -> None:
-    printed = run_program(AG_GEMM, *QUICK, *ROUNDED, "--m", "96")
-    lines = printed.splitlines()
-    assert "All-gather + GEMM, 2 x CPU, Triton's interpreter, ms (median, slowest rank)" in lines
-    assert records.INTERPRETER_NOTE in lines
-    assert any(line.split()[:1] == ["ours"] for line in lines)
-    assert "torch fused: n/a: torch's symmetric memory needs GPUs" in lines
-    record = json.loads((tmp_path / "record.json").read_text())
-    (case,) = record["cases"]
-    arms = {arm["name"]: arm for arm in case["arms"]}
-    timed = {name for name, arm in arms.items() if "unavailable" not in arm}
-    ours = {"ours", "ours, copied", "ours, no overlap", "ours, low latency", "ours, by stores"}
-    assert timed == ours | {"gloo + GEMM", "gloo + own GEMM", "GEMM", "copies", "gloo gather"}
-    assert all(arms[name]["ms"] > 0 and len(arms[name]["ranks_ms"]) == 2 for name in timed)
-    assert max(arms[name]["error"] for name in timed) < ONE_ROUNDING
-    assert (record["commit"], record["figures"]) == ("0ff1ce", records.INTERPRETER_NOTE)
-    wanted = "./launch.sh --cpu --nproc 2 -m benchmarks.ag_gemm --m 96 --warm-ups 0 --iterations 1"
-    assert sorted(record["command"].split()) == sorted([*wanted.split(), *ROUNDED])
-    found = {context["kernel"]: context["status"] for context in case["tuned"]["contexts"]}
-    assert found["all_gather_gemm"] == found["ag_gemm pieces"] == "tuned"
-    render_page(tmp_path, record)
+ON_GPUS = {
+    "ag_gemm": ("--m", "2048", "--n", "512", "--k", "1024"),
+    "persistent_gemm": ("--m", "1024", "--n", "1000", "--k", "512", "--parts"),
+    "operations.elementwise_add": ("--rows", "2048", "--columns", "2048"),
+}
+BY_RANKS = [
+    pytest.param(name, ranks, marks=pytest.mark.gpu(devices=ranks, seconds=25), id=name)
+    for name, ranks in (("ag_gemm", 2), ("persistent_gemm", 1), ("operations.elementwise_add", 1))
+]
 
 
-@pytest.mark.slow
-def test_training_step_beside_fsdp2_tells_what_the_best_plan_of_families_gains() -> None:
-    (case,) = record_of("training_step", "--dp", "2", "--budget-s", "1")["cases"]
-    arms = {arm["name"]: arm for arm in case["arms"]}
-    families = ("first configs", "best of families")
-    assert list(arms) == ["by launches", "by step", *families, "gloo + torch"]
-    assert [arm["unavailable"] for arm in arms.values() if "unavailable" in arm] == []
-    assert max(arm["error"] for arm in arms.values()) < 1e-4
-    timed, plans = map(int, re.findall(r"\d+", case["family_plans"]))
-    assert 0 < timed <= plans
-    assert set(case["best_family_plan"]) <= {"ag_gemm pieces", "ag_gemm programs"}
-
-
-def render_page(tmp_path: Path, record: dict[str, Any]) -> None:
-    stem = f"ag_gemm_2xCPU-Triton-s-interpreter_{record['date'][:10]}"
-    run_program("benchmarks.common.render", "record.json", "--directory", "pages", ranks=1)
-    page = (tmp_path / "pages" / f"{stem}.md").read_text()
-    for part in (
-        "# All-gather + GEMM, 2 x CPU",
-        "commit 0ff1ce",
-        "torch 2.",
-        f"**{records.INTERPRETER_NOTE}**",
-    ):
-        assert part in page
-    assert "| 96 x 48 x 32 | ours |" in page
-    assert json.loads((tmp_path / "pages" / f"{stem}.json").read_text()) == record
-
-
-@pytest.mark.gpu(devices=2, seconds=25)
-def test_ag_gemm_on_gpus_times_all_baselines(tmp_path: Path) -> None:
-    sizes = ("--m", "2048", "--n", "512", "--k", "1024")
-    result = torchrun(AG_GEMM, *sizes, "--json", "record.json", "--iterations", "5", ranks=2)
+@pytest.mark.parametrize(("name", "ranks"), BY_RANKS)
+def test_on_gpus_every_arm_is_right_and_timed(tmp_path: Path, name: str, ranks: int) -> None:
+    options = (*ON_GPUS[name], "--json", "record.json", "--iterations", "5")
+    result = torchrun(f"benchmarks.{name}", *options, ranks=ranks)
     assert result.returncode == 0, result.stderr
     (case,) = json.loads((tmp_path / "record.json").read_text())["cases"]
     arms = {arm["name"]: arm for arm in case["arms"]}
     graphs = ("ours, graph", "ours, copied, graph")
     nccl = ("NCCL + GEMM", "NCCL + GEMM, graph", "NCCL + own GEMM", "NCCL + own GEMM, graph", "NCCL gather")
-    for name in ("ours", "ours, copied", *graphs, *nccl, "GEMM", "copies"):
-        assert 0 < arms[name]["ms"] < 50, arms[name]
+    of_ag_gemm = ("ours", "ours, copied", *graphs, *nccl, "GEMM", "copies")
+    for each in of_ag_gemm if name == "ag_gemm" else arms:
+        assert 0 < arms[each]["ms"] < 50, arms[each]
 
 
 # ---- timing

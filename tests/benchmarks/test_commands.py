@@ -11,7 +11,6 @@ COMMAND = re.compile(r"-m (benchmarks[.\w]+)([^`|]*)")
 COMMANDS = sorted(
     {(found[1], found[2].strip()) for page in PAGES for found in COMMAND.finditer(page.read_text())}
 )
-OLD_PATHS = re.compile(r"(?:launch\.sh|python)[^`\n]* benchmarks/\w+\.py")
 PROGRAMS = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
     for path in (ROOT / "benchmarks").rglob("*.py")
@@ -26,11 +25,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWa
 @pytest.mark.parametrize(("module", "arguments"), COMMANDS, ids=str)
 def test_a_command_of_a_page_parses(module, arguments, parser_of):
     parser_of(module, *shlex.split(arguments))
-
-
-def test_pages_start_benchmarks_as_modules():
-    assert len(COMMANDS) > 10
-    assert [page.name for page in PAGES if OLD_PATHS.search(page.read_text())] == []
 
 
 NEEDED = {"benchmarks.regret": ["--op", "gemm_rs"], "benchmarks.common.render": ["RECORD"]}

@@ -60,18 +60,6 @@ def test_bad_arguments_end_it_with_the_reason(arguments: list[str], reason: str,
     assert reason in ended.stderr
 
 
-@pytest.mark.slow
-def test_parts_leave_their_output_and_what_no_longer_fits_is_named(tmp_path: Path, no_gpu: Path) -> None:
-    out = tmp_path / "out"
-    parts = ("add", "rows", "regret")
-    ended = run("--nproc", "2", "--out", str(out), "--limit-s", "180", *parts, scripts=no_gpu)
-
-    assert ended.stdout.splitlines()[-1] == "== failed: none; to be run: rows regret", ended.stdout
-    assert ended.returncode == 3
-    assert (out / "add.json").exists()
-    assert not (out / "rows.log").exists()
-
-
 @pytest.mark.parametrize(("nproc", "gpus"), [(1, 0), (2, 0), (1, 1), (2, 2)], ids=str)
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 def test_every_command_of_every_part_is_one_that_its_program_takes(nproc, gpus, tmp_path, parser_of):

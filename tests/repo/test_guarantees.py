@@ -94,8 +94,3 @@ def test_marks_fit_what_the_table_says():
         for file, name in row.on_cpus | row.on_gpus:
             marks = decorators_of(file, name)
             assert not any(re.match(r"pytest\.mark\.(xfail|skip)\b", mark) for mark in marks), name
-
-
-def test_nothing_but_rows_names_a_test():
-    in_rows = sum(len(NAMED.findall(row.tests)) for row in ROWS)
-    assert len(NAMED.findall(GUARANTEES)) == in_rows

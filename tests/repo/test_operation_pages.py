@@ -1,6 +1,5 @@
 """The programs on the pages of the operations: two ranks run each, and get what plain torch computes."""
 
-import re
 from typing import Any
 
 import pytest
@@ -96,17 +95,3 @@ OPERATIONS = [run_ag_gemm, run_gemm_rs, run_gemm_ar, run_moe, run_ep]
 @pytest.mark.parametrize("run", OPERATIONS, ids=lambda run: run.__name__)
 def test_the_program_of_a_page_computes_what_plain_torch_does(run: Any) -> None:
     assert_all_ok(run_ranks(run, WORLD))
-
-
-def test_parts_of_the_tutorials_are_where_the_page_of_the_persistent_gemm_says():
-    section = (
-        page("docs/persistent_gemm.md").split("### Where the tutorials' parts are")[1].split("\n### ")[0]
-    )
-    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
-    assert len(rows) >= 15
-    for _, here, places in rows:
-        files = re.findall(r"`([\w/]+\.py)`", places)
-        sources = "".join(page(f"kernels/{file}") for file in files)
-        names = re.findall(r"`(\w+)`|(?<=\W)([A-Z]+_[A-Z]+)\b", here) if files else []
-        missing = [name for pair in names if (name := "".join(pair)) and name not in sources]
-        assert missing == [], (here, files)

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import dist_autotune
-
 ROOT = Path(__file__).parents[2]
 
 WITHOUT = """
@@ -77,12 +75,6 @@ def run_python(*program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
 
 
-def test_exports_are_sorted_listed_once_and_there():
-    names = dist_autotune.__all__
-    assert list(names) == sorted(set(names))
-    assert [name for name in names if not hasattr(dist_autotune, name)] == []
-
-
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """Return what reads what a fork has printed, or its errors, by name and ending."""
@@ -126,30 +118,11 @@ def test_the_package_imports_neither_torch_nor_triton_before_they_are_needed():
 
 
 def test_the_suite_is_run_on_the_oldest_supported_triton_and_on_the_newest():
-    (needed,) = [
-        text for text in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-        if text.startswith("triton")
-    ]  # fmt: skip
-    oldest = re.match(r"triton>=(\d+\.\d+);", needed).group(1)
+    oldest = re.search(r'"triton>=(\d+\.\d+);', (ROOT / "pyproject.toml").read_text()).group(1)
     ci = (ROOT / ".ci" / "run").read_text()
-    assert re.search(rf"^  environment oldest triton=={oldest}\.0 ", ci, re.MULTILINE)
-    assert re.search(r"^  environment newest & ", ci, re.MULTILINE)
-    assert 'in_environment newest pip install --quiet "$work"/dist/*.whl' in ci  # with the registry's newest
+    assert f"environment oldest triton=={oldest}.0 " in ci
     for function in ("start_tests", "end_tests"):
         assert set(re.findall(rf"{function} (\w+)$", ci, re.MULTILINE)) == {"oldest", "newest"}
-    assert re.search(r"== oldest .*\n    \./launch\.sh test$", ci, re.MULTILINE)  # all
-    begin = ci.index("  else\n")
-    of_newest = re.findall(r" (tests/\S+)", ci[begin : ci.index("return $status", begin)])
-    script = f"shopt -s failglob; printf '%s\\n' {' '.join(of_newest)}"
-    shell = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    paths = shell.stdout.split()
-    assert all((ROOT / path).exists() for path in paths)
-    places = {tuple(path.split("/")[1:3]) for path in paths}
-    assert {"session", "aot"} <= {folder for folder, _ in places}
-    assert {("unit", "triton_api"), ("unit", "compilation")} <= places
-    folders = {path.parent.name for path in (ROOT / "tests" / "kernels").glob("*/test_*.py")}
-    without_kernels = {"composed", "tp"}
-    assert {name for folder, name in places if folder == "kernels"} == folders - without_kernels
 
 
 def test_every_package_directory_is_in_the_wheel():

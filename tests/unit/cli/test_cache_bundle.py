@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import triton
 from example_files import entry
-from kernels_for_tests import launch, no_bench, numbers
 from msgspec import structs
 from typer.testing import CliRunner, Result
 
@@ -105,16 +104,3 @@ def test_an_export_overwrites_nothing_unless_asked_for(tmp_cache: Path) -> None:
     assert "--replace" in result.stderr
     assert run("export", "all.json", "--replace").exit_code == 0
     assert "away is no directory; make it first" in run("export", "away/all.json").stderr
-
-
-def test_from_a_bundle_the_next_machine_tries_nothing(bench: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    bench.tune(lambda: [launch(kernel, numbers(n)) for n in (64, 1024)])()
-    assert run("export", "all.json").exit_code == 0
-    monkeypatch.setenv("DIST_AUTOTUNE_CACHE_DIR", str(tmp_path / "other"))
-    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "strict")
-    assert run("import", "all.json").exit_code == 0
-    bench.forget()
-    fresh = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
-    bench.tune(lambda: [launch(fresh, numbers(n)) for n in (64, 1024)])()
-    assert bench.blocks() == [32, 32]

@@ -85,16 +85,6 @@ def test_cache_list_takes_kernel_device_and_json(tmp_cache: Path) -> None:
     assert run("cache", "list", "--kernel", "div").stdout.startswith("No such entries in")
 
 
-@pytest.mark.parametrize("command", ["report logs", "cache list"])
-def test_no_line_into_a_pipe_is_wider_than_COLUMNS(tmp_path, tmp_cache, monkeypatch, command):
-    monkeypatch.setenv("COLUMNS", "60")
-    write_session(tmp_path / "logs", thunk="a_function_of_a_long_name_" * 4)
-    Winners(tmp_cache).put(entry(kernel="a_kernel_of_a_long_name_" * 4, device="NVIDIA H100 80GB HBM3"))
-    shown = run(*command.split()).stdout.splitlines()
-    assert len(shown) > 3
-    assert max(map(len, shown)) <= 60
-
-
 def test_cache_list_tells_of_damaged_files_and_lists_the_rest(tmp_cache: Path) -> None:
     Winners(tmp_cache).put(entry())
     damaged = tmp_cache / f"add-{KEY.digest}.json"
@@ -130,17 +120,6 @@ def test_cache_clear_takes_kernel_key_and_age(tmp_cache: Path) -> None:
     assert left("--key", "81") == {"add[64]"}
     assert run("cache", "clear", "--kernel", "add", answer="n\n").exit_code == 1
     assert left("--kernel", "add") == set()
-
-
-def test_cache_clear_asks_first(tmp_cache: Path) -> None:
-    Winners(tmp_cache).put(entry())
-    refused = run("cache", "clear", answer="n\n")
-    assert refused.exit_code == 1
-    assert len(list(Winners(tmp_cache).entries())) == 1
-    agreed = run("cache", "clear", answer="y\n")
-    assert agreed.exit_code == 0
-    assert "Deleted 1 entry" in agreed.stdout
-    assert list(Winners(tmp_cache).entries()) == []
 
 
 # ---- mistakes

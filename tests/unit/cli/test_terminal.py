@@ -68,12 +68,6 @@ def test_many_ranks_fit_and_are_named_in_ranges(tmp_path: Path) -> None:
     assert any(line.startswith("0-39") for line in lines)
 
 
-@pytest.mark.parametrize("kept", range(1, 12))
-def test_a_log_that_ends_anywhere_fits_too(tmp_path: Path, kept: int) -> None:
-    write_session(tmp_path, ranks=(0,), part=slice(kept))
-    assert max(map(cell_len, printed(tmp_path))) <= 80
-
-
 def test_options_at_their_defaults_and_what_all_candidates_share_are_said_once_at_most(tmp_path):
     write_hard_session(tmp_path)
     text = " ".join("\n".join(printed(tmp_path, 132)).split())
@@ -99,20 +93,6 @@ def test_a_terminal_obeys_nothing_that_a_log_says(tmp_path: Path) -> None:
         lines = "\n".join(printed(tmp_path, width))
         assert not re.search(r"[\x00-\x09\x0b-\x1f]", lines)
         assert lines.count(r"\x1b[31mred\x07") >= 4
-
-
-def test_contexts_come_in_the_order_of_their_share(tmp_path: Path) -> None:
-    for name, kernel, ms in (("c1", "small", 1.0), ("c2", "large", 9.0), ("c3", "medium", 5.0)):
-        with SessionLog(tmp_path, 0) as log:
-            about = {"session": "s1", "context": name, "kernel": kernel, "key": "", "run": 0}
-            log.write(session_records()[0])
-            log.write(records.ContextAdmitted(**about, candidates=("A", "B"), incumbent=0))
-            winner = {"config_id": 0, "config": "A", "status": "tuned", "ms": ms, "judge": "launch"}
-            log.write(records.ContextSettled(**about, **winner, launches=2))
-    (session,) = load_history(tmp_path).sessions
-    assert [context.kernel for context in session.report.contexts] == ["large", "medium", "small"]
-    rows = [line.split()[0] for line in printed(tmp_path) if " tuned " in line]
-    assert rows == ["60.0", "33.3", "6.7"]
 
 
 ENDED = TuningReport(

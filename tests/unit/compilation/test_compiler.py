@@ -129,19 +129,6 @@ def test_a_context_waits_for_its_candidates_in_all_forms_of_launch(world):
     assert world.loaded == ["a1", "a2", "a1 too", "a2 too"]
 
 
-def test_a_candidate_that_fails_in_one_form_is_not_waited_for_in_another(world):
-    context = world.want("a", "a1", "a2")
-    world.want_form(context, a1="a1 too", a2="a2 too")
-    world.advance()
-    world.end("a1", reason="too large")
-    world.advance()
-    assert (context.compile.left, context.bans, world.loaded) == (1, {"a1": "too large"}, [])
-    world.end("a2", reason="too large, too")
-    ((_, counts),) = world.advance()
-    assert (counts.failed, world.loaded, world.killed) == (2, [], ["a1 too", "a2 too"])  # by one child
-    assert context.bans == {"a1": "too large", "a2": "too large, too"}
-
-
 def test_a_context_that_is_tuned_no_more_waits_no_longer(world):
     starved = world.want("a", "a1", "a2")
     world.advance()

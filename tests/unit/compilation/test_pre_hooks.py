@@ -41,25 +41,6 @@ def rehearsed(hook: Callable[[dict[str, Any]], None], *args: Any, **kwargs: Any)
 
 
 @pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.zeros(4, 6, dtype=torch.float16),
-        torch.zeros(4, 6).T[1:],
-        torch.zeros(8, dtype=torch.int64)[::2],
-        torch.zeros(0, 3),
-        torch.nn.Parameter(torch.zeros(2, 2)),
-    ],
-    ids=["plain", "view", "strided", "empty", "parameter"],
-)
-def test_a_stand_in_has_the_facts_of_its_tensor(tensor):
-    stub = TensorStub.of(tensor)
-    for fact in ("shape", "dtype", "device", "is_cuda", "is_cpu", "is_meta", "ndim", "itemsize"):
-        assert getattr(stub, fact) == getattr(tensor, fact), fact
-    for question in ("stride", "numel", "data_ptr", "element_size", "is_contiguous", "get_device", "dim"):
-        assert getattr(stub, question)() == getattr(tensor, question)(), question
-
-
-@pytest.mark.parametrize(
     "reads",
     [
         lambda tensor: tensor.tolist(),

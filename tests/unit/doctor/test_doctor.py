@@ -91,16 +91,15 @@ def test_a_probe_that_hangs_is_killed_with_all_that_it_started(tmp_path, monkeyp
             assert time.monotonic() < deadline
 
 
-@pytest.mark.parametrize("crashing", [0, 1], ids=["rank 0", "rank 1"])
-def test_a_rank_that_dies_ends_the_probe_and_is_named(monkeypatch, crashing):
+def test_a_rank_that_dies_ends_the_probe_and_is_named(monkeypatch):
     program = (
         "import os, signal\nfrom dist_autotune.doctor import probes\n"
         "def stage(rank):\n"
-        f"    os.abort() if rank.rank == {crashing} else signal.pause()\n"
+        "    os.abort() if rank.rank == 1 else signal.pause()\n"
         "probes.PROBES['any'] = {'a stage': stage}\nprobes.main(['any', '2', '.', '30'])"
     )
     problem = probe_of(monkeypatch, program).problem
-    assert problem.startswith(f"rank {crashing}: ")
+    assert problem.startswith("rank 1: ")
     assert "SIGABRT" in problem
     assert problem.endswith("(in a stage)")
 

@@ -1,7 +1,6 @@
 """Logs: what is in the files, that nothing in them is lost or torn, and what they cost."""
 
 import os
-import signal
 import typing
 from collections import Counter
 from pathlib import Path
@@ -9,13 +8,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from example_files import session_records, write_session
+from example_files import session_records
 
 from dist_autotune.codec import to_json
 from dist_autotune.logs import records, writer
 from dist_autotune.logs.records import describe_skipped, read_records
 from dist_autotune.logs.writer import LogLines, SessionLog
-from ranks import assert_all_ok, assert_killed, run_ranks
+from ranks import assert_all_ok, run_ranks
 
 
 def note(text: str, rank: int = 0) -> records.Note:
@@ -36,13 +35,6 @@ def lines(path: Path) -> list[str]:
 # ---- the two files
 
 
-def test_both_files_hold_every_event_in_order(tmp_path: Path) -> None:
-    expected = session_records()
-    write_session(tmp_path, ranks=(0,))
-    assert read(tmp_path / "rank-0.jsonl") == expected
-    assert len(lines(tmp_path / "rank-0.log")) == len(expected)
-
-
 @pytest.mark.parametrize("kind", typing.get_args(records.AnyRecord), ids=lambda kind: kind.__name__)
 def test_every_kind_of_record_has_one_line_and_reads_back(kind: type[records.Record]) -> None:
     known = {type(record): record for record in session_records()}
@@ -58,16 +50,6 @@ def test_every_kind_of_record_has_one_line_and_reads_back(kind: type[records.Rec
     record = known[kind]
     assert "\n" not in LogLines().line(record)
     assert msgspec.json.decode(to_json(record), type=kind) == record
-
-
-def test_logs_stay_in_one_place_when_the_working_directory_changes(tmp_path, monkeypatch):
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    with SessionLog(Path("logs"), 0) as log:
-        monkeypatch.chdir(elsewhere)
-        log.write(note("here"))
-    assert (tmp_path / "logs" / "rank-0.jsonl").exists()
-    assert list(elsewhere.iterdir()) == []
 
 
 # ---- several writers, and writers that die
@@ -87,26 +69,6 @@ def test_processes_with_the_same_rank_number_neither_truncate_nor_tear_lines(tmp
         assert own == list(range(count))
     assert all(line.endswith("x" * 500) for line in lines(tmp_path / "rank-0.log"))
     assert len(lines(tmp_path / "rank-0.log")) == writers * count
-
-
-def test_a_second_session_appends(tmp_path: Path) -> None:
-    write_session(tmp_path, "s1", ranks=(0,))
-    write_session(tmp_path, "s2", ranks=(0,))
-    names = [record.session for record in read(tmp_path / "rank-0.jsonl")]
-    assert names == sorted(names)
-    assert set(names) == {"s1", "s2"}
-
-
-def test_a_crash_leaves_the_record_of_what_was_tried(tmp_path: Path) -> None:
-    def start_run_and_die(rank: int) -> None:
-        SessionLog(tmp_path, rank).write(records.RunStarted(session="s1", run=3, plan={"c0ffee": 2}))
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    (killed,) = run_ranks(start_run_and_die, 1, init="none")
-    assert_killed(killed)
-    (last,) = read(tmp_path / "rank-0.jsonl")
-    assert isinstance(last, records.RunStarted)
-    assert last.plan == {"c0ffee": 2}
 
 
 # ---- what can go wrong

@@ -13,7 +13,6 @@ from rank_programs import tune
 from dist_autotune.logs import records
 from dist_autotune.logs.writer import SessionLog
 from dist_autotune.reports import tables
-from dist_autotune.reports.contexts import ContextHistory
 from dist_autotune.reports.history import SessionHistory, load_history
 from dist_autotune.search.rules import BY_RUN
 from dist_autotune.tables import as_lines
@@ -24,11 +23,6 @@ from ranks import assert_all_ok, run_ranks
 def load_one(directory: Path) -> SessionHistory:
     (session,) = load_history(directory).sessions
     return session
-
-
-def load_context(directory: Path) -> ContextHistory:
-    (context,) = load_one(directory).contexts
-    return context
 
 
 def shown(directory: Path) -> list[str]:
@@ -58,11 +52,6 @@ def test_a_report_reads_as_a_table() -> None:
     ]
 
 
-def test_a_report_without_contexts_says_so_and_why() -> None:
-    text = str(TuningReport(runs=1, contexts=(), warning="no launches seen"))
-    assert text == "0 contexts in 1 run on 1 rank, 0.0 s\nWarning: no launches seen"
-
-
 @pytest.mark.parametrize(
     ("first_option_ms", "told"),
     [
@@ -78,25 +67,6 @@ def test_a_step_tells_of_the_kernels_or_of_the_choices_whichever_gain_more(first
 
 
 # ---- what the logs tell
-
-
-def test_a_session_is_put_together_from_the_logs_of_its_ranks(tmp_path: Path) -> None:
-    write_session(tmp_path)
-    session = load_one(tmp_path)
-    assert (session.opened.thunk, session.ranks, session.closed.runs, session.closed.outcome) == (
-        "layer",
-        [0, 1],
-        7,
-        "settled",
-    )
-    context = load_context(tmp_path)
-    tuned = context.tuned
-    assert (tuned.label, tuned.status, tuned.ms) == ("matmul[4096, fp16]", "tuned", 2.0)
-    assert context.winner is context.candidates[1]
-    assert [candidate.agreed_ms for candidate in context.candidates] == [4.0, 2.0, 3.3, None]
-    assert [candidate.banned for candidate in context.candidates][:3] == ["", "", ""]
-    assert context.candidates[3].banned.startswith("rank 1: out of resource")
-    assert (context.candidates[0].rank_ms, context.candidates[0].samples) == ({0: 1.0, 1: 4.0}, 4)
 
 
 def test_a_session_that_crashed_is_unfinished_and_still_readable(tmp_path: Path) -> None:

@@ -8,32 +8,12 @@ from random import Random
 import pytest
 
 from benchmarks.simulation.device_steps import (
-    Candidate,
-    Collective,
     DeviceStep,
-    Kernel,
     beside_collectives,
     best_plan,
     nothing_gains,
 )
 from benchmarks.simulation.protocol_simulation import Simulation
-
-# GEMM of 132 and of 100 programs alone, all-reduce alone; the step with each, as measured on 2 x H200.
-MEASURED = {
-    "8192 x 3584 x 8192": (0.607, 0.722, 0.848, 1.467, 0.915),
-    "8192 x 8192 x 4096": (0.718, 0.892, 1.755, 2.473, 1.742),
-    "4096 x 4096 x 4096": (0.185, 0.254, 0.452, 0.637, 0.478),
-}
-
-
-@pytest.mark.parametrize("shape", MEASURED)
-def test_a_gemm_beside_an_all_reduce_takes_what_it_took_on_two_gpus(shape):
-    full, less, all_reduce, step_full, step_less = MEASURED[shape]
-    candidates = {"132": Candidate(full, 132), "100": Candidate(less, 100)}
-    step = DeviceStep([Kernel("gemm", "gemm", candidates, Collective(all_reduce))])
-    assert step.ms({"gemm": "132"}) == pytest.approx(step_full, rel=0.01)
-    assert step.ms({"gemm": "100"}) == pytest.approx(step_less, rel=0.06)
-
 
 # ---- whole sessions, with the noise of an H200
 

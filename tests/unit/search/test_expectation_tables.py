@@ -120,18 +120,6 @@ def test_kernels_of_other_packages_met_in_one_run_lose_little_but_for_a_few(hidd
     assert session.compiled <= 0.65 * sum(len(each.ms) for each in session.kernels.values())
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_key_alone_is_tried_until_no_other_candidate_seems_to_pay(seed):
-    sessions = [
-        KernelSession([kernel], 100 * number + 5 * seed) for number, kernel in enumerate(two_kernels())
-    ]
-    runs = [len(session.session()) for session in sessions]
-    regrets = [regret for session in sessions for regret in session.regrets()]
-    assert statistics.fmean(regrets) <= 0.005
-    assert max(regrets) <= 0.05
-    assert statistics.fmean(runs) <= 110
-
-
 def product_ms(shape: tuple[int, int, int], config: tuple[int, ...]) -> float:
     """Return what a blocked product takes in a model of a device with 132 SMs; inf: it does not fit."""
     (m, n, k), (block_m, block_n, block_k, group, warps, stages) = shape, config

@@ -31,11 +31,6 @@ def test_of_many_candidates_a_slow_one_that_leaves_room_may_win_beside_an_option
     assert levels.usable.keys() == {*range(MOST_CANDIDATES - 1), 19}
 
 
-def test_a_kernel_begins_with_its_incumbent_however_slow():
-    levels = levels_of("k", {0: 1.0, 1: 3.5}, {}, incumbent=1)
-    assert (levels.incumbent, levels.thinned(1)) == (1, [1])
-
-
 def test_of_thousands_of_options_together_no_more_are_looked_at_than_are_raced(monkeypatch):
     choices = {name: list(range(20)) for name in "abc"}
     launched = {(name, option): frozenset("abc") for name in choices for option in choices[name]}
@@ -44,24 +39,6 @@ def test_of_thousands_of_options_together_no_more_are_looked_at_than_are_raced(m
     monkeypatch.setattr(PlanSpace, "with_kernels", lambda *about: seen.append(about) or genuine(*about))
     starts_of(space)
     assert len(seen) < 2 * MOST_PLANS
-
-
-def test_a_kernel_of_an_option_that_is_not_asked_for_makes_no_other_plan():
-    ways, consumers = ["own", "collective"], ["one", "other"]
-    launched = {
-        ("way", 0): {"way", "consumer", "k"},
-        ("way", 1): {"way"},
-        ("consumer", 0): {"way", "consumer", "k"},
-        ("consumer", 1): {"way", "consumer", "of_other"},
-    }
-    kernels = [levels_of(name, {0: 1.0, 1: 1.1, 2: 1.2}, {}, incumbent=0) for name in ("k", "of_other")]
-    choices = {"way": range(2), "consumer": range(2)}
-    texts = {"way": ways, "consumer": consumers}
-    space = PlanSpace(kernels, choices, {each: frozenset(seen) for each, seen in launched.items()}, texts)
-    plans = list(space.all_plans(lambda kernel: [*kernel.ms]))
-    assert [plan for plan in plans if plan["way"]] == [{"way": 1}]
-    assert len(plans) == 7
-    assert space.with_kernels({"way": 1, "consumer": 1}, {"of_other": 2}) == {"way": 1}
 
 
 def space_of(drawn):

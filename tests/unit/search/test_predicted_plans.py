@@ -164,57 +164,6 @@ def test_a_tile_that_wins_only_beside_another_number_of_pieces_is_found():
     assert max(regrets) <= 0.015
 
 
-class BesideCollective(GatheredProduct):
-    """With a choice "way" before the others: a collective, beside which none of them is asked for."""
-
-    def __init__(self, seed: int, takes: float) -> None:
-        super().__init__(seed)
-        self._collective_ms = takes * self.best_ms()
-        self.contexts, self.choices = {"way": ["own", "collective"], **self.contexts}, ("way", *self.choices)
-
-    def _is_launched(self, run: int, rank: int, name: str) -> bool:
-        is_own = self._candidate("way") == "own"
-        return name == "way" or (is_own and super()._is_launched(run, rank, name))
-
-    def step_ms(self, plan: dict[str, str]) -> float:
-        return self._collective_ms if plan.get("way") == "collective" else super().step_ms(plan)
-
-
-@pytest.mark.parametrize(("takes", "most"), [(0.85, 8), (0.95, 20), (1.1, 5)])
-def test_what_a_plan_does_not_launch_makes_no_other_plan_of_it(takes, most):
-    """Beside the collective all configs of another consumer's kernel ran: it alone, up to 57 times of 280."""
-    regrets, least = [], min(takes, 1.0)
-    for seed in range(4):
-        session = BesideCollective(seed, takes)
-        plans = session.session(RUNS_AT_MOST)
-        assert sum(plan["way"] == "collective" for plan in plans) <= most
-        best_ms = least / takes * session.step_ms({"way": "collective"})
-        regrets.append(session.step_ms(session.winners()) / best_ms - 1)
-    assert statistics.fmean(regrets) <= 0.003
-    assert max(regrets) <= 0.015
-
-
-def test_of_a_run_that_follows_a_fit_it_is_known_that_ranks_come_late_to_it(monkeypatch):
-    fits, follows_fit, told = [], [], []
-    next_wave = predicted._ExpectedTimes.next_wave
-
-    class Told(GatheredProduct):
-        def run(self):
-            if "predicted" in str(self.tuning.judged_run):
-                follows_fit.append(bool(fits))
-                told.append(self.tuning.phase.follows_fit)
-            fits.clear()
-            super().run()
-
-    monkeypatch.setattr(
-        predicted._ExpectedTimes, "next_wave", lambda self, ms: fits.append(1) or next_wave(self, ms)
-    )
-    Told(0).session(RUNS_AT_MOST)
-    assert sum(follows_fit) > 5
-    assert all(late for late, behind in zip(told, follows_fit, strict=True) if behind)
-    assert sum(told) <= sum(follows_fit) + 2  # and of the first plan and wave, before which plans are drawn
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_a_plan_that_took_least_when_it_was_tried_is_a_finalist_whatever_the_model_expects(seed):
     """The model expected 0.194 ms of plans that had taken 0.181, and others raced."""

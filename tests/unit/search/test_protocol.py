@@ -1,7 +1,5 @@
 """How what all ranks said becomes the next plan: no kernel, no process, no clock."""
 
-import itertools
-
 import pytest
 from kernels_for_tests import Bench, launch, numbers
 from rank_programs import tune
@@ -29,19 +27,6 @@ def test_contexts_are_admitted_in_the_first_sixteen_runs(first_run, status):
     assert simulation.winners()["b"] == "b0"
 
 
-def test_a_search_without_an_end_is_cut_at_four_times_what_is_planned():
-    def endless(candidates, *, n_warmup, n_repeat):
-        for index in itertools.cycle(candidates):  # noqa: UP028  a cycle has no send()
-            yield index
-
-    simulation = Simulation(
-        {"a": ["a0", "a1"]}, {"a0": 2.0, "a1": 1.0}, strategy=endless, search="endless", n_repeat=3
-    )
-    plans = simulation.session()
-    assert len(plans) == 4 * (2 * 3 + 1)
-    assert (simulation.statuses(), simulation.winners()) == ({"a": "partial"}, {"a": "a1"})
-
-
 # ---- contexts that are compiled
 
 
@@ -57,18 +42,6 @@ def test_nothing_is_tried_until_the_slowest_rank_has_all():
     plans = simulation.session()
     assert columns(plans, "a") == ["a0"] * 5 + ["a1", "a2", "a1"]
     assert simulation.statuses() == {"a": "tuned"}
-
-
-def test_contexts_are_tuned_as_each_is_compiled():
-    simulation = Simulation(
-        {"a": ["a0", "a1"], "b": ["b0", "b1"]},
-        {"a0": 2.0, "a1": 1.0, "b0": 2.0, "b1": 1.0},
-        mode="online",
-        compiling=lambda run, rank, name: {"a": run < 2, "b": run < 5}[name] + 0,
-    )
-    plans = simulation.session()
-    assert columns(plans, "a") == ["a0"] * 3 + ["a1"] * 5
-    assert columns(plans, "b") == ["b0"] * 6 + ["b1"] * 2
 
 
 # ---- in which order contexts are judged by the whole run
@@ -109,19 +82,6 @@ def test_a_choice_that_the_best_plan_does_not_ask_for_gets_no_turn(mode):
     # The first run, those of `way` and `other`; then, as long as a run that asks for it may still come.
     last_asked = max(number for number, plan in enumerate(simulation.plans) if plan["way"] == "way0")
     assert len(simulation.plans) == max(1 + 2 + 2, last_asked + 1 + STARVED_RUNS[mode])
-
-
-def test_a_choice_asked_for_in_the_first_run_only_is_told_of():
-    simulation = Simulation(
-        {"once": ["once0", "once1"], "other": ["other0", "other1"]},
-        {},
-        choices={"once", "other"},
-        run_ms=lambda plan: {"other0": 1.0, "other1": 2.0}[plan["other"]],
-        launches=lambda run, rank, name: name == "other" or run == 0,
-    )
-    simulation.session()
-    assert simulation.statuses() == {"once": "starved", "other": "tuned"}
-    assert simulation.tuning.contexts["once"].by_run is RunVerdict.NOTHING
 
 
 def test_a_choice_that_a_later_winner_asks_for_has_its_turn_after_that():

@@ -8,7 +8,6 @@ import pytest
 from fuzz import play, play_sessions
 from random_programs import BLOCKS, Choice, Event, Kernel, Pattern, Program
 from triton.runtime.errors import OutOfResources
-from virtual_ranks import VirtualGroup
 from virtual_tuners import VirtualClock
 
 pytestmark = pytest.mark.usefixtures("one_core")  # virtual ranks are threads that take turns
@@ -116,35 +115,6 @@ def test_kernels_taken_for_one_stay_two_on_a_rank_that_comes_to_have_both(first_
 
 
 # ---- the checks see what they are there for
-
-
-def test_ranks_whose_states_differ_are_found(monkeypatch):
-    from dist_autotune.search.orders import ContextOrder
-
-    genuine, calls = ContextOrder.apply, []
-
-    def differs(self, changes):
-        genuine(self, changes)
-        calls.append(None)
-        if len(calls) == 6:
-            self.times.ms[0] = 0.001
-
-    monkeypatch.setattr(ContextOrder, "apply", differs)
-    with pytest.raises(AssertionError, match="another state"):
-        play(program_of(kernel_of((16, 32, 64), (16, 32, 64))), Random(0), Counter())
-
-
-def test_a_wait_for_a_rank_that_has_ended_is_found():
-    group = VirtualGroup(2, Random(0))
-
-    def program(agreement):
-        if agreement.rank:
-            agreement.exchange(b"", lambda reports: b"", 1.0, "nothing")
-
-    from dist_autotune import AgreementTimeout
-
-    with pytest.raises(AgreementTimeout, match=r"ranks \[0\]"):
-        group.run(program)
 
 
 def keys_of(*sizes: int) -> tuple[tuple[tuple[int, Pattern], ...], ...]:

@@ -46,14 +46,6 @@ def same_bits(simulated):
     return {name: context.same_bits for name, context in simulated.tuning.contexts.items()}
 
 
-def test_winners_that_change_nothing_cost_four_runs():
-    with_bits, without = (simulation(named(*"abcd"), Outputs(), bits=bits) for bits in ("same", "any"))
-    assert len(with_bits.session()) == len(without.session()) + 2 * verify_bits.RUNS
-    assert with_bits.winners() == without.winners()
-    assert set(same_bits(with_bits).values()) == {True}
-    assert set(same_bits(without).values()) == {None}
-
-
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
 def test_where_every_candidate_changes_bits_the_runs_are_bounded(count):
     contexts = named(*"abcdefgh"[:count])
@@ -100,15 +92,6 @@ def test_launches_that_no_plan_decides_are_refused():
     simulated._candidate = lambda name: "a1" if len(simulated.plans) > 1 else planned(name)  # pruned away
     with pytest.raises(TuningError, match="other configs are launched than those planned"):
         simulated.session()
-
-
-def test_a_kernel_that_is_not_launched_any_more_starves_and_the_others_go_on():
-    simulated = simulation(
-        named("a", "b"), Outputs(), launches=lambda run, rank, name: name == "a" or run < 2
-    )
-    simulated.session()
-    assert simulated.statuses() == {"a": "tuned", "b": "starved"}
-    assert simulated.winners()["a"] == "a2"
 
 
 @settings(max_examples=150)

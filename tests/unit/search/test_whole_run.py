@@ -1,7 +1,5 @@
 """The search for the fastest plan, `search="racing"`: what is launched, in which order, and how it ends."""
 
-import itertools
-
 import pytest
 from msgspec.structs import replace
 
@@ -48,21 +46,6 @@ def test_an_option_wins_that_is_best_only_with_its_kernel_tuned():
     simulation.session()
     assert simulation.winners() == {"way": "way1", "left": "left1", "right": "right1"}
     assert set(simulation.statuses().values()) == {"tuned"}
-
-
-@pytest.mark.parametrize("is_choice", [False, True])
-def test_of_two_samples_a_slow_first_one_tells_nothing_of_the_second(is_choice):
-    ms = {"k2": itertools.chain([3.0] * (3 if is_choice else 1), itertools.repeat(1.2))}  # explored twice
-    ms |= {name: itertools.repeat(own_ms) for name, own_ms in (("k0", 1.5), ("k1", 1.0))}
-    simulation = Simulation(
-        named("k", candidates=3),
-        lambda candidate, rank: next(ms[candidate]),
-        run_ms=lambda plan: next(ms[plan["k"]]) if is_choice else 0.0,
-        choices={"k"} if is_choice else (),
-        search="racing",
-    )
-    simulation.session()
-    assert simulation.winners() == {"k": "k1"}
 
 
 @pytest.mark.parametrize("options", [65, 100, 256])
@@ -152,27 +135,6 @@ def test_the_session_after_one_that_was_cut_short_in_its_race_ends_with_the_best
     simulation.session()
     assert simulation.statuses() == {"way": "tuned", "left": "tuned", "right": "tuned"}
     assert simulation.winners() == {"way": "way1", "left": "left1", "right": "right1"}
-
-
-@pytest.mark.parametrize("fails", ["k0", "k1"])
-def test_a_comparison_left_to_the_next_session_outlives_a_candidate_that_fails_there(fails):
-    sessions = 0
-
-    def bans(run: int, rank: int, name: str) -> dict[str, str]:
-        return {fails: "out of memory"} if (sessions, run, name) == (2, 3, "k") else {}
-
-    simulation = Simulation(
-        {"k": ["k0", "k1"], "x": ["x0", "x1", "x2"]},
-        {"k0": 2.0, "k1": 1.0, "x0": 3.0, "x1": 2.0, "x2": 1.0},
-        bans=bans,
-        objective="thunk",
-        max_runs=4,  # the first session leaves `k` to be compared, and `x` in the middle of its search
-    )
-    while "partial" in simulation.statuses().values() or not sessions:
-        sessions += 1
-        simulation.session()
-        assert sessions < 20
-    assert simulation.winners() == {"k": "k1" if fails == "k0" else "k0", "x": "x2"}
 
 
 class Late(Simulation):

@@ -5,7 +5,6 @@ import fcntl
 import multiprocessing
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -102,16 +101,6 @@ def test_a_result_that_was_found_anew_replaces_one_with_the_same_winner(tmp_path
     assert cache.get(KEY) == later
 
 
-def test_clearing_leaves_nothing_but_the_lock(tmp_path: Path) -> None:
-    cache = Winners(tmp_path)
-    cache.put(entry())
-    cache.record_launch("step", KEY)
-    assert cache.clear() == 1
-    cache.record_launch("step", KEY)  # without any entry
-    assert cache.clear() == 0
-    assert files(tmp_path) == []
-
-
 def rename_another(path: Path) -> None:
     other = structs.replace(KEY, world_size=4)
     Winners(path.parent).put(structs.replace(entry(), key=other))
@@ -162,27 +151,6 @@ def test_16_processes_writing_at_once_lose_nothing(tmp_path: Path) -> None:
 # ---- killed writers
 
 
-def put_forever(directory: Path) -> None:
-    cache = Winners(directory)
-    for number in range(1_000_000):
-        cache.put(entry(key=f"{number % 5}", winner=f"c{number % 2}"))
-
-
-def test_a_writer_killed_in_its_loop_leaves_valid_entries_and_no_lock(tmp_path: Path) -> None:
-    for _ in range(5):
-        process = fork.Process(target=put_forever, args=(tmp_path,))
-        process.start()
-        deadline = time.monotonic() + 60
-        stamp = tmp_path.stat().st_mtime_ns
-        while tmp_path.stat().st_mtime_ns == stamp or not list(tmp_path.glob("*.json")):
-            assert time.monotonic() < deadline
-        process.kill()
-        process.join(60)
-        all_of(Winners(tmp_path))  # warnings are errors: no damage can be seen
-    Winners(tmp_path).put(entry())  # and nobody holds the lock, or this would warn
-    assert Winners(tmp_path).get(KEY) == entry()
-
-
 def test_what_a_writer_killed_mid_write_leaves_is_invisible_and_cleaned_up_later(tmp_path: Path) -> None:
     def put_and_die_before_the_replace(rank: int) -> None:
         os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # in this child only
@@ -216,26 +184,6 @@ def test_a_directory_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch
     monkeypatch.undo()
     cache.put(entry())  # the disk has space again
     assert cache.get(KEY) == entry()
-
-
-def test_a_read_only_directory_is_one_warning_though_the_lock_fails_too(tmp_path, monkeypatch):
-    open_path, open_file = Path.open, os.open
-
-    def refuse_writing(path: str, flags: int, *rest: int) -> int:
-        return refuse(path) if flags & (os.O_WRONLY | os.O_RDWR) else open_file(path, flags, *rest)
-
-    def refuse(path: object, *_: object) -> int:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-
-    def refuse_new(path: Path, mode: str = "r", *rest: object, **options: object) -> object:
-        return refuse(path) if "w" in mode else open_path(path, mode, *rest, **options)
-
-    monkeypatch.setattr(os, "open", refuse_writing)  # what filelock calls
-    monkeypatch.setattr(Path, "open", refuse_new)
-    cache = Winners(tmp_path)
-    with pytest.warns(CacheWarning, match="Read-only file system") as caught:
-        put_two(cache)
-    assert len(caught) == 1
 
 
 def test_without_locks_on_the_filesystem_entries_are_written_with_one_warning(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from kernels_for_tests import block_of, only
 from virtual_gpu import LAUNCH_MS, VirtualGpu, VirtualGpus, autotuned
 
 from dist_autotune import EventClock
-from dist_autotune.timing.stream_filler import FIRST_MS, LATE_SHARE, LONGEST_MS, MARGIN, StreamFiller
+from dist_autotune.timing.stream_filler import FIRST_MS, LATE_SHARE, LONGEST_MS, StreamFiller
 
 LONGEST = LONGEST_MS["replay"]
 RATE_ERROR = 0.005  # of a filler's length: what the host takes between an event and the filler is in it
@@ -107,30 +107,6 @@ def test_a_rank_that_compiles_behind_its_first_run_is_late_by_that(gpu, waits):
 
 
 # ---- in a session
-
-
-@pytest.mark.parametrize("mode", sorted(LONGEST_MS))
-def test_in_a_session_no_trial_waits_longer_than_the_mode_allows(monkeypatch, mode):
-    (gpu,) = gpus = VirtualGpus(1).install(monkeypatch)
-    ms = {16: 0.3, 32: 0.2, 64: 0.25}
-    kernel = autotuned(ms, lambda block: gpu.launch(ms[block], host_ms=0.9))
-
-    def step() -> None:
-        kernel[(1,)](0, 0, 64)
-
-    tuned = gpus.tuned(step, mode=mode)
-    while not tuned.settled:
-        tuned()
-        gpu.synchronize()
-    fillers_ms = [
-        filler_ms for filler_ms in gpu.fillers_ms if filler_ms > 0.5
-    ]  # not those of the clock itself
-    assert fillers_ms[0] == FIRST_MS
-    assert max(fillers_ms) == (near(MARGIN * 0.9) if mode == "replay" else LONGEST_MS[mode])
-    assert block_of(only(tuned.report).config) == 32
-    gpu.fillers_ms.clear()
-    tuned()
-    assert gpu.fillers_ms == []
 
 
 def waiting_for_a_late_peer(gpus: VirtualGpus, late_runs: set[int]) -> list[Any]:

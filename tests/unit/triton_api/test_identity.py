@@ -16,11 +16,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernels_for_tests import Bench, add
+from kernels_for_tests import Bench
 
 from dist_autotune.errors import TuningError
 from dist_autotune.triton_api.identity import (
-    candidate_digest,
     config_digest,
     kernel_identity,
     kernel_source,
@@ -42,10 +41,6 @@ class Shape:
 
 class Plain:
     """Its repr holds an address."""
-
-
-def relu(x):
-    return x
 
 
 # ---- keys
@@ -159,23 +154,6 @@ def test_the_key_is_the_one_stock_triton_computes(args, kwargs):
     kwargs = {k: by_name.get(v, v) if isinstance(v, str) else v for k, v in kwargs.items()}
     kernel = Bench().kernel({16: 1.0, 32: 1.0}, key=("n",))
     assert key_of(kernel, args, kwargs) == stock_key(kernel, args, kwargs)
-
-
-def test_candidates_are_matched_by_content_not_by_the_order_of_their_options():
-    one = candidate_digest({"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4})
-    assert one == candidate_digest({"num_warps": 4, "BLOCK_N": 32, "BLOCK_M": 64})
-    assert one != candidate_digest({"num_warps": 8, "BLOCK_N": 32, "BLOCK_M": 64})
-
-
-# ---- candidates
-
-
-@pytest.mark.parametrize(
-    "options", [{"order": [1, 0]}, {"layout": {"b": 1, "a": [2]}}, {"ACTIVATION": relu}, {"ACTIVATION": add}],
-    ids=["list", "dict", "function", "jit function"],
-)  # fmt: skip
-def test_any_value_of_a_config_can_be_matched(options):
-    assert len(candidate_digest(options)) == 16
 
 
 # ---- the source of kernels

@@ -14,7 +14,6 @@ from dist_autotune import (
     ContextualAutotuner,
     StepTuner,
     TuningError,
-    WallClock,
     contextual_autotune,
 )
 from dist_autotune.tuner import calls
@@ -142,34 +141,6 @@ def test_a_copied_model_s_tuned_methods_are_those_of_the_copy(copy_of):
     assert torch.equal(copied.partial(torch.ones(2)), torch.full((2,), 6.0))
     assert torch.equal(model.step(torch.ones(2)), torch.ones(2))
     assert copied.step.options.preserve[0] is copied.weight
-
-
-@pytest.mark.parametrize("copy_of", [copy.copy, copy.deepcopy, lambda held: pickle.loads(pickle.dumps(held))])
-def test_copies_log_where_the_function_was_decorated(copy_of, tmp_path, monkeypatch):
-    monkeypatch.delenv("DIST_AUTOTUNE_LOG_DIR", raising=False)
-    monkeypatch.chdir(tmp_path)
-    model = Tuned()
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    copied = copy_of(model.step)
-    copied(torch.ones(2))
-    assert copied is not model.step
-    assert not (tmp_path / "elsewhere" / ".autotune_logs").exists()
-    assert (tmp_path / ".autotune_logs").exists()
-
-
-def test_a_copied_tuned_method_is_that_of_the_model_that_it_calls():
-    step = copy.deepcopy(Tuned().step)
-    assert step.fn.__self__.step is step
-
-
-def test_a_deep_copy_of_a_step_tuner_has_its_clock():
-    class Locked(WallClock):
-        def __init__(self):
-            self.lock = threading.Lock()
-
-    clock = Locked()
-    assert copy.deepcopy(StepTuner(clock=clock)).options.clock is clock
 
 
 def test_a_step_tuner_is_copied_and_pickled_without_what_is_under_way():

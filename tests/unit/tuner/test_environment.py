@@ -1,12 +1,9 @@
 """The environment: what its variables decide, behind arguments; what cannot be used is an error."""
 
-import os
 import pwd
-from pathlib import Path
 
 import pytest
 
-import dist_autotune
 from dist_autotune import (
     CacheWarning,
     TuningError,
@@ -36,20 +33,6 @@ def test_an_unknown_mode_is_an_error(monkeypatch):
         TuningError, match="DIST_AUTOTUNE_MODE='fast': expected one of tune, cached, strict, off"
     ):
         decorated()
-
-
-def test_arguments_come_before_variables_and_variables_before_defaults(monkeypatch, tmp_path):
-    monkeypatch.setenv("DIST_AUTOTUNE_CACHE_DIR", str(tmp_path / "from-variable"))
-    monkeypatch.setenv("DIST_AUTOTUNE_LOG_DIR", str(tmp_path / "logs-from-variable"))
-    monkeypatch.setenv("DIST_AUTOTUNE_TIMEOUT_S", "7")
-    by_default = Options()
-    assert by_default.cache == tmp_path / "from-variable"
-    assert by_default.log_dir == tmp_path / "logs-from-variable"
-    assert by_default.timeout_s == 7
-    given = Options(cache=tmp_path / "given", log_dir=tmp_path / "logs", timeout_s=3)
-    assert given.cache == tmp_path / "given"
-    assert given.log_dir == tmp_path / "logs"
-    assert given.timeout_s == 3
 
 
 def test_arguments_at_their_defaults_win_over_variables_too(monkeypatch, tmp_path):
@@ -146,14 +129,3 @@ def test_variables_that_a_program_sets_behind_its_imports_count_and_the_logs_sta
     assert list((tmp_path / "given").glob("add-*.json"))
     assert (decorated.options.timeout_s, decorated.options.log_dir) == (7, tmp_path / ".autotune_logs")
     assert not (tmp_path / "later-logs").exists()
-
-
-def test_the_environment_is_read_in_one_module_only():
-    package = Path(dist_autotune.__file__).parent
-    readers = [
-        path.relative_to(package).as_posix()
-        for path in sorted(package.rglob("*.py"))
-        if any(reading in path.read_text() for reading in ("os.environ", "getenv"))
-    ]
-    assert readers == ["settings.py"]
-    assert os.environ.get("DIST_AUTOTUNE_MODE") is None
