@@ -9,6 +9,7 @@ M is the number of rows, K the inner dimension of all ranks together: each multi
     ours                 eager; and as a CUDA graph
     ours, by replays     as a graph, tuned with objective="graph" in a session of its own
     ours, fp8            with --fp8: the same of rows in fp8 with scales; the rounding is not timed
+    ours, fp8, plain     the same by the kernel in plain Triton alone
     ours, by stores      with --by-stores: ours whose kernel stores to the peers
     GEMM + NCCL          torch.matmul, then reduce_scatter_tensor (gloo on CPU ranks)
     own GEMM + NCCL      the same with `persistent_matmul`, tuned in this sequence
@@ -69,6 +70,7 @@ LISTS = {"few": FEW, "public": PUBLIC, "wide": WIDE}
 DEFAULT = PUBLIC[0] if ON_GPU else Shape(64, 48, 64)
 SEQUENCE, OWN_GEMM = f"GEMM + {COLLECTIVES}", f"own GEMM + {COLLECTIVES}"
 OURS_IN_FP8 = f"{OURS}, fp8"
+PLAIN_IN_FP8 = f"{OURS_IN_FP8}, plain"
 OURS_BY_STORES = f"{OURS}, by stores"
 OF_FP8 = 0.05  # the error of products whose factors are rounded to 4 bits, relative
 SIZES = {"m": "rows", "n": "columns", "k": "inner dimension of all ranks together"}
@@ -85,6 +87,7 @@ BENCHMARK = Benchmark(
         Ratio(of="torch fused", to=OURS, name="fused / ours"),
         Ratio(of=OURS, to="GEMM"),
         Ratio(of=OURS, to=OURS_IN_FP8),
+        Ratio(of=PLAIN_IN_FP8, to=OURS_IN_FP8),
         Ratio(of=OURS, to=OURS_BY_STORES),
     ],
     limit_s=LIMIT_S,
@@ -139,13 +142,15 @@ class Problem:
 
 
 class InFp8(Tuned):
-    """Ours of the same factors in fp8, with a scale for each row."""
+    """Ours of the same factors in fp8, with a scale for each row; plain: by the plain kernel alone."""
 
-    def __init__(self, problem: Problem, options: argparse.Namespace) -> None:
+    def __init__(self, problem: Problem, options: argparse.Namespace, *, plain: bool = False) -> None:
         m, n = problem.shape.m, problem.shape.n
         place = {"backend": options.backend, "timeout_s": PATIENCE_S}
         self.op = op = GemmReduceScatter(m, n, FP8, **place)
-        self._problem = problem
+        if plain:
+            op._make_body = op._make_plain
+        self._problem, self._name = problem, PLAIN_IN_FP8 if plain else OURS_IN_FP8
         self._a, (weight, scale_weight) = (
             rows_in_fp8(each.bfloat16()) for each in (problem.a, problem.weight)
         )
@@ -154,15 +159,15 @@ class InFp8(Tuned):
             a, scale_a = self._a
             return op(a, weight, problem.out, scale_a=scale_a, scale_weight=scale_weight)
 
-        super().__init__(call, check=op.check, name="gemm_rs benchmark, fp8", retune=options.retune)
+        name = f"gemm_rs benchmark, {self._name}"
+        super().__init__(call, check=op.check, name=name, retune=options.retune)
 
     def arms(self) -> list[Arm]:
-        ways = {OURS_IN_FP8: self.eager, f"{OURS_IN_FP8}, graph": self.graph}
+        ways = {self._name: self.eager, f"{self._name}, graph": self.graph}
         return [self._problem.arm(name, way, more_error=OF_FP8) for name, way in ways.items()]
 
     def refresh(self) -> None:
-        """Take new inputs of the problem, in place, for graphs."""
-        self._problem.refresh()
+        """Take the inputs of the problem, in place, for graphs."""
         for held, new in zip(self._a, rows_in_fp8(self._problem.a.bfloat16()), strict=True):
             held.copy_(new)
 
@@ -226,8 +231,9 @@ def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Rank
     dtype = DTYPES[options.dtype]
     problem = Problem(shape, dtype, ranks)
     op = GemmReduceScatter(shape.m, shape.n, dtype, backend=options.backend, timeout_s=PATIENCE_S)
-    in_fp8 = InFp8(problem, options) if options.fp8 else None
-    further: dict[str, InFp8 | ByStores] = {"tuned_fp8": in_fp8} if in_fp8 else {}
+    kernels = {"tuned_fp8": False, "tuned_fp8_plain": True} if options.fp8 else {}
+    in_fp8 = {name: InFp8(problem, options, plain=plain) for name, plain in kernels.items()}
+    further: dict[str, InFp8 | ByStores] = {**in_fp8}
     if options.by_stores:
         further["tuned_by_stores"] = ByStores(problem, options)
 
@@ -255,12 +261,18 @@ def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Rank
             poison=lambda: torch.matmul(problem.a, problem.weight.T, out=problem.product),
         ),
     ]
+
+    def refresh() -> None:
+        problem.refresh()
+        for each in in_fp8.values():
+            each.refresh()
+
     return measured_case(
         shape,
         plan,
         ranks,
         arms,
-        refresh=in_fp8.refresh if in_fp8 else problem.refresh,
+        refresh=refresh,
         tuned={"tuned": ours, "tuned_own_gemm": own, **further},
         operations=[*(each.op for each in further.values()), op],
         dtype=options.dtype,

@@ -58,7 +58,16 @@ BENCHMARKS = {
         frozenset({"gather_rows", "combine_rows", "send_tokens"}),
     ),
     "gemm_rs": Times(
-        {"ours", "ours, fp8", "ours, by stores", "GEMM + gloo", "own GEMM + gloo", "GEMM", "gloo scatter"},
+        {
+            "ours",
+            "ours, fp8",
+            "ours, fp8, plain",
+            "ours, by stores",
+            "GEMM + gloo",
+            "own GEMM + gloo",
+            "GEMM",
+            "gloo scatter",
+        },
         ("--fp8", "--by-stores"),
         most_error=0.05,  # two roundings to fp8
         tuned=frozenset({"gemm_reduce_scatter", "gemm_rs way"}),
