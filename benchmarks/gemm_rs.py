@@ -37,6 +37,7 @@ from benchmarks.operations.harness import (
     DTYPES,
     LIMIT_S,
     OURS,
+    OURS_BY_STORES,
     PATIENCE_S,
     collective_arm,
     measured_case,
@@ -71,7 +72,6 @@ DEFAULT = PUBLIC[0] if ON_GPU else Shape(64, 48, 64)
 SEQUENCE, OWN_GEMM = f"GEMM + {COLLECTIVES}", f"own GEMM + {COLLECTIVES}"
 OURS_IN_FP8 = f"{OURS}, fp8"
 PLAIN_IN_FP8 = f"{OURS_IN_FP8}, plain"
-OURS_BY_STORES = f"{OURS}, by stores"
 OF_FP8 = 0.05  # the error of products whose factors are rounded to 4 bits, relative
 SIZES = {"m": "rows", "n": "columns", "k": "inner dimension of all ranks together"}
 

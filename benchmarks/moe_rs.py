@@ -2,12 +2,13 @@
 
     ./launch.sh -m benchmarks.moe_rs [--tokens T] [--hidden N] [--ffn K] [--experts E] [--topk J]
                                      [--shapes few|public|wide]
-                                     [--zipf S] [--empty-ranks R] [--json FILE]
+                                     [--zipf S] [--empty-ranks R] [--by-stores] [--json FILE]
 
 Each rank has K / W elements of the rows of all T * J choices, and of each expert. Ours is `MoEReduceScatter`,
 tuned first, inside `contextual_autotune(is_dist=True)`, which may find that own GEMM + NCCL is best.
 
     ours                   eager, the number of tokens of each rank given; as a CUDA graph; and not given
+    ours, by stores        with --by-stores: ours whose kernel stores to the peers; and as a CUDA graph
     grouped_mm + NCCL      all-gathers of choices and weights, then sort, gather rows, grouped_mm,
                            put in place, weigh and add by a batched product, reduce-scatter; and as a
                            CUDA graph
@@ -30,8 +31,8 @@ import torch.distributed as dist
 
 from benchmarks.common.arms import Arm, Plan
 from benchmarks.common.ranks import COLLECTIVES, Ranks
-from benchmarks.common.tuned import in_both_ways
-from benchmarks.operations.harness import DTYPES, OURS, collective_arm
+from benchmarks.common.tuned import Tuned, in_both_ways
+from benchmarks.operations.harness import DTYPES, OURS, OURS_BY_STORES, PATIENCE_S, collective_arm
 from benchmarks.operations.moe_problem import (
     EVEN,
     GROUPED,
@@ -107,6 +108,18 @@ class Problem:
         of_product = {"limit": self.limit, "gigaflop": self.gigaflop}
         return product_arm(name, prepare, written, error=error, **of_product)
 
+    def by_stores(self, options: argparse.Namespace) -> tuple[MoEReduceScatter, Tuned]:
+        """Return ours whose kernel stores its sums into the peers' memory; collective."""
+        choices = self.choices
+        ways = {"collective": False, "by_stores": True}
+        settings = {"backend": options.backend, "timeout_s": PATIENCE_S, "max_topk": choices.shape.topk}
+        op = MoEReduceScatter(choices.capacity, choices.shape.hidden, self.dtype, **settings, **ways)
+
+        def call() -> torch.Tensor:
+            return op(self.y, self.weight, choices.ids, choices.weights, self.out, tokens=choices.tokens)
+
+        return op, Tuned(call, check=op.check, name="moe_rs benchmark, by stores", retune=options.retune)
+
     # ---- baselines
 
     def torch_alone(self) -> Callable[[], torch.Tensor]:
@@ -145,6 +158,7 @@ def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Rank
     choices, y, weight, out = problem.choices, problem.y, problem.weight, problem.out
     both = Ours(MoEReduceScatter, shape, shape.hidden, options, ranks, "moe_rs")
     op, single = both.op, both.single
+    storing = problem.by_stores(options) if options.by_stores else None
 
     def alone() -> torch.Tensor:
         return single(y, weight, choices.all_ids, choices.all_weights, problem.combined[:, 0])
@@ -162,9 +176,13 @@ def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Rank
     def asking() -> torch.Tensor:
         return op(y, weight, choices.ids, choices.weights, out)
 
+    by_stores = {}
+    if storing is not None:
+        by_stores = {OURS_BY_STORES: storing[1].eager, f"{OURS_BY_STORES}, graph": storing[1].graph}
     arms = [
         problem.arm(OURS, ours.eager),
         problem.arm("ours, graph", ours.graph),
+        *(problem.arm(*way) for way in by_stores.items()),
         problem.arm("ours, tokens not given", ours.then(asking)),
         *(problem.arm(*way) for way in in_both_ways(SEQUENCE, problem.torch_in_sequence)),
         *(problem.arm(*way) for way in in_both_ways(OWN_SEQUENCE, ours_alone.then(own_in_sequence))),
@@ -177,7 +195,7 @@ def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Rank
             poison=lambda: problem.combined.normal_(),
         ),
     ]
-    return both.measured(arms, problem.refresh, plan)
+    return both.measured(arms, problem.refresh, plan, storing)
 
 
 if __name__ == "__main__":
@@ -188,4 +206,5 @@ if __name__ == "__main__":
         sequence=SEQUENCE,
         own_sequence=OWN_SEQUENCE,
         run_shape=run_shape,
+        can_store=True,
     )

@@ -155,10 +155,10 @@ def notify(signal_ptr, epoch):
 
 
 @triton.jit
-def count_up(counter_ptr, SEM: tl.constexpr, SCOPE: tl.constexpr = DEVICE):
-    """Add 1 after everything that this program has written; return what was counted before."""
+def count_up(counter_ptr, SEM: tl.constexpr, SCOPE: tl.constexpr = DEVICE, number=1):
+    """Add 1, or `number`, after everything that this program has written; return what was counted before."""
     tl.debug_barrier()  # one thread counts, for the stores of all
-    return tl.atomic_add(counter_ptr, 1, sem=SEM, scope=SCOPE)
+    return tl.atomic_add(counter_ptr, number, sem=SEM, scope=SCOPE)
 
 
 # ---- the device's clock

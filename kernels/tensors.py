@@ -30,6 +30,13 @@ def check_sizes(**sizes: int) -> None:
         raise ValueError(f"{given}: must be at least 1")
 
 
+def check_ways(**ways: bool | None) -> None:
+    """Raise ValueError unless each is True, False, or None, which leaves it to tuning."""
+    for name, way in ways.items():
+        if way not in (None, True, False):
+            raise ValueError(f"{name} is {way!r}; it is True, False, or None, which tunes it")
+
+
 def check_timeout(timeout_s: float) -> None:
     """Raise TypeError or ValueError, with what was given, unless it is seconds above 0."""
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, numbers.Real):

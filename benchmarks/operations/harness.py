@@ -21,6 +21,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PATIENCE_S = 60.0  # of a rank for its peers inside our operation
 LIMIT_S = 900.0  # for everything about one shape, tuning and compiling included
 OURS = "ours"  # the arm without whose time a run has failed
+OURS_BY_STORES = f"{OURS}, by stores"  # whose kernel stores to the peers
 
 AnyShape = TypeVar("AnyShape")
 

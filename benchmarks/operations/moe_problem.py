@@ -16,7 +16,15 @@ from benchmarks.common.arms import Arm, Plan
 from benchmarks.common.cases import Benchmark, Ratio
 from benchmarks.common.ranks import ON_GPU, Ranks, Unsupported
 from benchmarks.common.tuned import Tuned
-from benchmarks.operations.harness import DTYPES, LIMIT_S, OURS, PATIENCE_S, measured_case, parse
+from benchmarks.operations.harness import (
+    DTYPES,
+    LIMIT_S,
+    OURS,
+    OURS_BY_STORES,
+    PATIENCE_S,
+    measured_case,
+    parse,
+)
 from benchmarks.operations.peers import all_gather
 from dist_autotune.formatting import counted
 
@@ -184,16 +192,29 @@ class Ours:
         self.alone = Tuned(alone, check=self.single.check, name=f"{name}, alone", retune=retune)
         return self.all_ranks, self.alone
 
-    def measured(self, arms: Sequence[Arm], refresh: Callable[[], None], plan: Plan) -> dict[str, Any]:
-        """Time the arms, close both operations and return the record of this shape."""
+    def measured(
+        self,
+        arms: Sequence[Arm],
+        refresh: Callable[[], None],
+        plan: Plan,
+        storing: tuple[Any, Tuned] | None = None,
+    ) -> dict[str, Any]:
+        """Time the arms, close the operations and return the record of this shape.
+
+        storing: ours that stores to the peers, and its tuned call.
+        """
+        tuned, operations = {"tuned": self.all_ranks, "tuned_alone": self.alone}, [self.op, self.single]
+        if storing is not None:
+            operations.append(storing[0])
+            tuned["tuned_by_stores"] = storing[1]
         return measured_case(
             f"{self._shape}{routing_of(self._options)}",
             plan,
             self._ranks,
             arms,
             refresh=refresh,
-            tuned={"tuned": self.all_ranks, "tuned_alone": self.alone},
-            operations=[self.op, self.single],
+            tuned=tuned,
+            operations=operations,
             dtype=self._options.dtype,
             symmetric_memory=self.op.backend,
         )
@@ -218,13 +239,23 @@ def run_benchmark(
     sequence: str,
     own_sequence: str,
     run_shape: Callable[[Shape, argparse.Namespace, Plan, Ranks], dict[str, Any]],
+    can_store: bool = False,
 ) -> None:
     """Run all shapes, show the table and leave the record.
 
-    The sequences are the arms of torch's and of our grouped GEMM with collectives.
+    The sequences are the arms of torch's and of our grouped GEMM with collectives. can_store: there is an arm
+    of ours that stores to the peers.
     """
+
+    def add_more(parser: argparse.ArgumentParser) -> None:
+        add_routing(parser)
+        if can_store:
+            parser.add_argument(
+                "--by-stores", action="store_true", help="time ours that stores to the peers, too"
+            )
+
     options = parse(
-        description, SIZES, lists=LISTS, default=DEFAULT, shared=("tokens", "ffn"), add_more=add_routing
+        description, SIZES, lists=LISTS, default=DEFAULT, shared=("tokens", "ffn"), add_more=add_more
     )
     filled = int(os.environ.get("WORLD_SIZE", "1")) - options.empty_ranks
     if options.empty_ranks < 0 or filled < 1 or any(shape.tokens % filled for shape in options.shapes):
@@ -238,6 +269,7 @@ def run_benchmark(
             Ratio(of=f"{sequence}, graph", to="ours, graph", name=f"graph: {sequence} / ours"),
             Ratio(of=own_sequence, to=OURS),
             Ratio(of=OURS, to=GROUPED_OURS),
+            Ratio(of=OURS, to=OURS_BY_STORES),
             Ratio(of=GROUPED, to=GROUPED_OURS),
         ],
         limit_s=LIMIT_S,

@@ -18,6 +18,7 @@ from dist_autotune import tunable
 
 from ..configs import INTERPRETED
 from ..exchange.push import piece_counts
+from ..tensors import check_ways
 
 INTERPRETED_PROGRAMS: tuple[int, ...] = (2, 1)  # the interpreter runs them one after the other
 SPARED_SMS = (4, 0, 16)  # the first as fast or faster at five of six published shapes, on two H200
@@ -66,9 +67,7 @@ class Fixed(NamedTuple):
 
     def check_ways(self, *, collective: bool | None, low_latency: bool | None) -> None:
         """Raise ValueError unless these go together."""
-        for name, value in (("low_latency", low_latency), ("by_stores", self.by_stores)):
-            if value not in (None, True, False):
-                raise ValueError(f"{name} is {value!r}; it is True, False, or None, which tunes it")
+        check_ways(low_latency=low_latency, by_stores=self.by_stores)
         if low_latency and (collective or self.consumer is not None):
             raise ValueError("low_latency=True fixes the way: pass neither consumer nor collective=True")
         if collective and self.consumer is not None:

@@ -36,7 +36,7 @@ from dist_autotune import tunable
 from dist_autotune.for_operations import Standing
 
 from ..symm import SymmetricMemory, SymmetricMemoryError
-from ..tensors import remember
+from ..tensors import check_ways, remember
 from .ballots import COLLECTIVE, Ballots
 from .errors import PeerTimeout, RefusedByPeer
 
@@ -73,8 +73,7 @@ class Collective:
         further: bool | None = False,
     ) -> None:
         memory.require_equal("collective", str(fixed))
-        if fixed not in (None, True, False):
-            raise ValueError(f"collective is {fixed!r}; it is True, False, or None, which tunes it")
+        check_ways(collective=fixed)
         self._operation, self._choice, self._group = operation, choice, group
         self._fixed, self._timeout_s, self._most_rows = fixed, timeout_s, most_rows
         self._world_size, self._is_on_cpu = memory.world_size, memory.device.type == "cpu"

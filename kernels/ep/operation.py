@@ -16,7 +16,7 @@ from ..exchange.call import NumberedCalls
 from ..moe.launch import check_experts, size_class
 from ..moe.tokens import check_choices, check_weights
 from ..signals import Failure, read_failure
-from ..tensors import Apart, check_fp8, check_no_gradient, check_out, check_sizes, check_tensor
+from ..tensors import Apart, check_fp8, check_no_gradient, check_out, check_sizes, check_tensor, check_ways
 from .launches import Dispatched, Launches, Sizes
 from .slots import NOT_DISPATCHED, NOT_RETURNED, OTHER_FORMAT, OVER_CAPACITY, SCALED
 
@@ -75,8 +75,7 @@ class ExpertParallel(NumberedCalls):
             check_sizes(capacity=capacity)
         if topk > experts:
             raise ValueError(f"topk={topk} is more than experts={experts}: a token chooses an expert once")
-        if one_launch not in (None, True, False):
-            raise ValueError(f"one_launch is {one_launch!r}; it is True, False, or None, which tunes it")
+        check_ways(one_launch=one_launch)
         self._one_launch = one_launch
         self.name = f"ExpertParallel {next(_NUMBERS)}"  # among those of this process
         self.tokens_per_rank, self.topk, self._asked_capacity = tokens_per_rank, topk, capacity

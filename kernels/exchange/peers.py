@@ -65,6 +65,13 @@ def is_any_lost(peers, WORLD: tl.constexpr):
 
 
 @triton.jit
+def is_lost(peer, peers, WORLD: tl.constexpr):
+    """Return 1 if the peer is given up, since this call or an earlier one, alike in all threads; else 0."""
+    after = tl.atomic_add(peers.flags_ptr + AFTER * WORLD + peer, 0, sem="relaxed", scope="gpu")
+    return tl.where(after != 0, 1, 0)
+
+
+@triton.jit
 def take_permit(KIND: tl.constexpr, peer, peers, WORLD: tl.constexpr):
     """Take, in place of the side stream, the peer's permit to write its memory; or give the peer up."""
     value = wait_for_flag(FREE, KIND, peer, peers, WORLD)

@@ -129,6 +129,13 @@ class Pushes:
         self.stream.join()
         self.put_back()
 
+    def finish_stores(self, *, has_pushed: bool) -> None:
+        """Do that behind a kernel that stores; has_pushed: this call has pushed other things."""
+        self.owes_parts = False
+        if has_pushed:  # else a capture has no part of the side stream
+            self.stream.join()
+        self.put_back()
+
     def put_back(self) -> None:
         """Enqueue that flags which peers raise are lowered: see [Note: no stale pushes]."""
         self._set_risen(self._following)  # it may need an SM: free behind the kernels

@@ -14,6 +14,7 @@ import triton.language as tl
 from ..signals import SYSTEM, count_up, notify
 from .chunks import wait_and_check_rows
 from .flags import AFTER, ARRIVED, FREE, ROWS_SENT
+from .peers import is_lost, wait_for_flag
 
 
 @triton.jit
@@ -39,18 +40,52 @@ def memory_of(peer, table_ptr, like_ptr):
 
 
 @triton.jit
-def count_stored(peer, counts_ptr, parts, rows, table_ptr, peers, WORLD: tl.constexpr):
-    """Count a part that this program has stored into a peer's memory; after the last one, tell of all rows.
+def may_store(peer, KIND: tl.constexpr, ANNOUNCED: tl.constexpr, peers, WORLD: tl.constexpr):
+    """Return whether this program may store into the peer's memory, once the peer has come to the call.
 
-    counts: int32 [WORLD], zeros. A peer that is given up is told nothing: nothing has been stored for it.
+    ANNOUNCED: it has, and the side stream has taken its permit. Else one that does not come is recorded.
     """
-    if count_up(counts_ptr + peer, "acq_rel", SYSTEM) == parts - 1:
+    if not ANNOUNCED:
+        wait_for_flag(FREE, KIND, peer, peers, WORLD)
+    return is_lost(peer, peers, WORLD) == 0
+
+
+@triton.jit
+def count_stored(
+    peer,
+    counts_ptr,
+    parts,
+    rows,
+    table_ptr,
+    peers,
+    WORLD: tl.constexpr,
+    stored=1,
+    ANNOUNCED: tl.constexpr = False,
+):
+    """Count parts that this program has stored into a peer's memory; after the last one, tell of all rows.
+
+    counts: int32 [WORLD], zeros. stored: how many parts. ANNOUNCED: see `may_store`.
+    """
+    if count_up(counts_ptr + peer, "acq_rel", SYSTEM, stored) + stored == parts:
         tl.store(counts_ptr + peer, 0)
-        # Not what says that the peer is given up: another program may set that now, and end.
-        permit = tl.atomic_cas(peers.flags_ptr + FREE * WORLD + peer, 1, 0, sem="relaxed", scope=SYSTEM)
+        tell_of_rows(peer, rows, table_ptr, peers, WORLD, ANNOUNCED)
+
+
+@triton.jit
+def tell_of_rows(peer, rows, table_ptr, peers, WORLD: tl.constexpr, ANNOUNCED: tl.constexpr):
+    """Tell a peer that all rows are in its memory. One that is given up is told nothing: some may not be.
+
+    Whoever stores less than all has seen it given up, counts behind that, and AFTER stays as it is.
+    """
+    if is_lost(peer, peers, WORLD) == 0:
+        permit = 1
+        if not ANNOUNCED:
+            # Not what says that the peer is given up: another program may set that now, and end.
+            permit = tl.atomic_cas(peers.flags_ptr + FREE * WORLD + peer, 1, 0, sem="relaxed", scope=SYSTEM)
+            if permit == 1:
+                sent_ptr = _flag_there(ROWS_SENT, peer, table_ptr, peers, WORLD)
+                tl.atomic_xchg(sent_ptr, rows, sem="relaxed", scope=SYSTEM)
         if permit == 1:
-            sent_ptr = _flag_there(ROWS_SENT, peer, table_ptr, peers, WORLD)
-            tl.atomic_xchg(sent_ptr, rows, sem="relaxed", scope=SYSTEM)
             notify(_flag_there(ARRIVED, peer, table_ptr, peers, WORLD), rows)
 
 

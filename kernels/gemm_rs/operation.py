@@ -46,6 +46,7 @@ from ..tensors import (
     check_scales,
     check_sizes,
     check_tensor,
+    check_ways,
     layout_of,
     remember,
 )
@@ -122,8 +123,7 @@ class GemmReduceScatter(NumberedCalls):
         by_stores: bool | None = False,
     ) -> None:
         check_sizes(m=m, n=n)
-        if by_stores not in (None, True, False):
-            raise ValueError(f"by_stores is {by_stores!r}; it is True, False, or None, which tunes it")
+        check_ways(by_stores=by_stores)
         if dtype == FP8:
             if collective:
                 raise ValueError(f"collective=True: no call in {FP8} is made by a collective; pass None")

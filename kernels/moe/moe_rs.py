@@ -11,8 +11,9 @@ The memory of a rank, W ranks; `m` is tokens_per_rank:
 A stage is the tokens of one rank, the own ones last. The grouped GEMM's programs claim products of stage 0,
 1, ... and combine a stage's tokens behind a round of the next one's tiles; then its sums are pushed. Steps
 are enqueued in the order of `GemmReduceScatter`: see [Note: shared hardware queues]. A captured call
-launches the kernel once for each stage, with that stage's part of the list. Timeline, and why every wait
-ends: docs/protocol.md, Experts.
+launches the kernel once for each stage, with that stage's part of the list. On request the kernel itself
+stores sums to the peers' `staged`, in one launch. Timeline, and why every wait ends: docs/protocol.md,
+Experts.
 
 Where all ranks agree on it a call is collectives instead, as in `AllGatherMoE`: choices are gathered, the
 kernel of a single rank combines the tokens of all, and a reduce-scatter adds the ranks' parts, padded to the
@@ -28,13 +29,25 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from dist_autotune import tunable
+
 from ..exchange.push import SumPusher
 from ..launches.settled import TunedKernel
-from ..tensors import Apart, begin_at_16_bytes, check_out, check_sizes, check_tensor, pitch_of
-from .launch import check_experts
+from ..tensors import (
+    Apart,
+    begin_at_16_bytes,
+    check_out,
+    check_sizes,
+    check_tensor,
+    check_ways,
+    pitch_of,
+)
+from .launch import check_experts, size_class
 from .moe_rs_kernel import moe_reduce_scatter
 from .operation import ExpertOperands, ExpertOperation, ExpertPlan
 from .plan import Routing, Sorting
+
+SUMS = ("pushed", "stored")  # by copy engines, or by the kernel
 
 _KERNEL = TunedKernel(moe_reduce_scatter, operation="MoEReduceScatter")
 
@@ -53,6 +66,8 @@ class MoEReduceScatter(ExpertOperation):
     The same call gives the same bits each time, with the same config. Tune it inside `contextual_autotune`:
     outside, a shape that has not been tuned takes the first candidate. `tokens=`, CUDA graphs, timeouts and
     `collective` are as in `AllGatherMoE`; a collective adds parts in its own order.
+    `by_stores=True` makes the kernel store its sums into the peers' memory, in calls that are no collective:
+    one launch of it, also in captures. None tunes that. Ranks may differ in it.
     Kernels of other streams that wait for peers, such as collectives of another dimension of a mesh, may run
     beside a call, if they leave it an SM.
 
@@ -75,8 +90,11 @@ class MoEReduceScatter(ExpertOperation):
         timeout_s: float = 300.0,
         max_topk: int = 16,
         collective: bool | None = None,
+        by_stores: bool | None = False,
     ) -> None:
         check_sizes(n=n)
+        check_ways(by_stores=by_stores)
+        self._by_stores = by_stores
         self._n, self._key = n, (n, str(dtype))
         super().__init__(tokens_per_rank, dtype, group, backend, timeout_s, max_topk, collective)
 
@@ -87,6 +105,8 @@ class MoEReduceScatter(ExpertOperation):
         self._partial = self._memory.hold(torch.zeros_like(self._staged.local))
         counters = torch.zeros(3 * self.world_size, dtype=torch.int32, device=self.device)
         self._counters = self._memory.hold(counters)
+        self._table = self._memory.hold(self._staged.addresses(self._flags))
+        self._may_store = self._by_stores is not False and self.world_size > 1
         # The announcer takes the permits.
         self._pusher = SumPusher(self._pushes, self._partial, self._staged, with_permits=False)
 
@@ -171,19 +191,32 @@ class MoEReduceScatter(ExpertOperation):
         y, routing, factors = operands.rows, operands.routing, operands.factors
         if routing is not None:
             self._counters.zero_()
-        self._tell(plan, operands, is_gathered=is_gathered, at_once=not is_capturing)
+        stores = not is_gathered and self._is_storing(plan)
+        if routing is None or not stores:
+            self._tell(plan, operands, is_gathered=is_gathered, at_once=not is_capturing)
         sorting = self._sort(plan, operands, is_gathered=is_gathered)
         if factors is None:
             factors = self._weights.local if routing is None else routing.weights
         products = y.new_empty((y.shape[0], self._n))
-        launch = functools.partial(self._launch, y, operands.weight, products, factors.detach(), sorting)
+        read = (y, operands.weight, products, factors.detach(), sorting)
+        launch = functools.partial(self._launch, *read, stores)
         if is_gathered:
             self._reduce(launch, operands.out)
+        elif stores:
+            launch(operands.out)
+            self._pushes.finish_stores(has_pushed=routing is None)
         else:
             ways = {"in_steps": self._in_steps(is_capturing=is_capturing), "at_once": not is_capturing}
             self._pusher.run(functools.partial(launch, operands.out), self._told, in_pieces=False, **ways)
             self._pushes.finish()
         return operands.out
+
+    def _is_storing(self, plan: ExpertPlan) -> bool:
+        """Return whether this rank's kernel stores the sums of a call to the peers."""
+        if self._by_stores is not None or not self._may_store:
+            return self._may_store
+        of_size = size_class(sum(self._told) * plan.topk)
+        return tunable("moe_rs sums", SUMS, key=(of_size, self.world_size, *plan[:3], *self._key)) == SUMS[1]
 
     def _reduce(self, launch: Callable[..., None], out: torch.Tensor) -> None:
         """Enqueue the kernel of all ranks' tokens, and the collective, padded to equally many rows a rank."""
@@ -214,6 +247,7 @@ class MoEReduceScatter(ExpertOperation):
         products: torch.Tensor,
         factors: torch.Tensor,
         sorting: Sorting,
+        stores: bool,
         out: torch.Tensor,
         step: int | None = None,
     ) -> None:
@@ -229,8 +263,9 @@ class MoEReduceScatter(ExpertOperation):
         strides = (y.stride(0), weight.stride(0), pitch_of(weight), out.stride(0))
         addressable = begin_at_16_bytes(y.element_size(), (y.data_ptr(),), strides[:1])
         launch = self._launch_of(
-            *(_KERNEL, y.shape[0], weight, strides, tensors, sorting),
+            *(_KERNEL, y.shape[0], weight, strides, tensors, sorting, (self._table,)),
             A_TMA_LEGAL=sorting.is_shared and self._has_tma and addressable,
+            STORES=stores,
         )
         own = (sorting.topk, self._capacity, plan.capacity, *strides)
         launch((), tensors, (*own, first_part, parts, rank, self._patience_ticks))

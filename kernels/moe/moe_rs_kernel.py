@@ -4,6 +4,10 @@ Programs claim items from a list: tiles of products, stage by stage, and in betw
 combined. Tiles are counted at their stage. A program that combines waits for the counts; the last one of a
 peer's stage sets DONE, and the side stream pushes behind it.
 
+STORES: sums for a peer are stored into that peer's memory. A program counts its blocks of a stage together,
+as each count waits for the stores before it. Who counts the last one tells the peer. Such a launch has the
+whole list: see [Note: sums leave by stores]. It has not run between GPUs (docs/not-yet-run.md).
+
 Measured (one H200, 2026-11-24, four shapes): sorted rows come 3 to 11 % faster by TMA than by pointers. Two
 H200, 2026-11-26, 8192 x 4096 x 14336: one round of tiles ahead of the combining takes 1.559 ms; rejected: all
 tiles ahead, 1.694 ms, and blocks of 16 tokens, 1.629 ms.
@@ -19,6 +23,7 @@ import triton.language as tl
 from ..configs import INTERPRETED, prune_overlapped, take_first
 from ..exchange.flags import ARRIVED, DONE, NOT_PUSHED
 from ..exchange.peers import Peers, is_any_lost, release_if_given_up, wait_for_all, wait_for_flag
+from ..exchange.stores import count_stored, let_peers_write, may_store, memory_of, tell_of_rows
 from ..products import store_rows
 from ..signals import count_up, notify, poll_until, record_failure
 from ..tiles import claim_number, grouped_tile
@@ -65,6 +70,7 @@ class Sums(NamedTuple):
     products_ptr: Any
     partial_ptr: Any
     staged_ptr: Any
+    table_ptr: Any
     offsets_ptr: Any
     N: Any
     topk: Any
@@ -83,7 +89,7 @@ class Items(NamedTuple):
 
 @triton.autotune(
     configs=CANDIDATES,
-    key=["size_class", "N", "K", "experts", "WORLD", "TMA_LEGAL", "BY_COLUMNS", "A_TMA_LEGAL"],
+    key=["size_class", "N", "K", "experts", "WORLD", "TMA_LEGAL", "BY_COLUMNS", "A_TMA_LEGAL", "STORES"],
     prune_configs_by={"early_config_prune": prune_overlapped},
     do_bench=take_first,  # outside a tuned function: a launch counts tiles, and its peers' part is behind it
 )
@@ -101,6 +107,7 @@ class Items(NamedTuple):
     ]
 )
 def moe_reduce_scatter(
+    table_ptr,  # int64 [2, WORLD]: where `staged` and `flags` of each rank lie
     a_ptr,  # y [choices, K], rows stride_am apart
     b_ptr,  # weight [experts, N, K], an expert's matrix stride_be apart, rows or columns stride_b
     c_ptr,  # out [tokens of this rank, N], rows stride_cm apart
@@ -138,6 +145,7 @@ def moe_reduce_scatter(
     UPCAST: tl.constexpr,  # the interpreter cannot do arithmetic in bfloat16
     SORTED: tl.constexpr,  # the rows of `a`, and `weights`, are those of the sorted choices
     A_TMA_LEGAL: tl.constexpr,  # they are, and TMA can address them
+    STORES: tl.constexpr,  # to the peers' memory; else to `partial`
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -164,7 +172,7 @@ def moe_reduce_scatter(
         rows = tl.maximum(tl.load(offsets_ptr + WORLD), 1)  # there is no descriptor of no rows
         a_desc = describe_neighbours(a_ptr, rows, stride_am, weight, BLOCK_M, BLOCK_K)
     table = table_of(BLOCK_M)
-    table_ptr = tables_ptr + table * capacity * ENTRY
+    entries_ptr = tables_ptr + table * capacity * ENTRY
     tiles_n = tl.cdiv(N, BLOCK_N)
 
     claims_ptr = counters_ptr + 2 * WORLD + first_part
@@ -172,14 +180,23 @@ def moe_reduce_scatter(
     items = Items(claims_ptr, counters_ptr, ends_ptr, tiles_n, parts > 1)
     products = Products(a_ptr, a_desc, stride_am, rows_ptr, sources_ptr, weights_ptr, products_ptr)
     sums = Sums(
-        c_ptr, stride_cm, products_ptr, partial_ptr, staged_ptr, offsets_ptr, N, topk, tokens_per_rank
+        *(c_ptr, stride_cm, products_ptr, partial_ptr, staged_ptr, table_ptr),
+        *(offsets_ptr, N, topk, tokens_per_rank),
     )
     peers = Peers(flags_ptr, errors_ptr, rank, patience_ticks)
     item = claim_number(claims_ptr)
+    ANNOUNCED: tl.constexpr = not SORTED  # the choices, behind a permit
     if (item == 0) & items.is_whole:  # one program, which runs: the first that came
+        if STORES and not ANNOUNCED:
+            let_peers_write(table_ptr, peers, WORLD)
         for peer in range(0, WORLD):
             if (peer != rank) & (tl.load(offsets_ptr + peer) == tl.load(offsets_ptr + peer + 1)):
-                notify(flags_ptr + DONE * WORLD + peer, 1)  # there is nothing to compute for it
+                # There is nothing to compute for it.
+                if STORES:
+                    may_store(peer, NOT_PUSHED, ANNOUNCED, peers, WORLD)
+                    tell_of_rows(peer, 1, table_ptr, peers, WORLD, ANNOUNCED)
+                else:
+                    notify(flags_ptr + DONE * WORLD + peer, 1)
 
     most_ahead = tl.num_programs(0)
     first_block = 0  # of the stage
@@ -196,7 +213,7 @@ def moe_reduce_scatter(
             begin = tl.where(is_ahead == 1, last_block, first_block)
             blocks = tl.load(ends_ptr + part + is_ahead) - begin
             block, pid_n = grouped_tile(tile - begin * tiles_n, blocks, tiles_n, GROUP_M)
-            entry_ptr, col = table_ptr + (begin + block) * ENTRY, pid_n * BLOCK_N
+            entry_ptr, col = entries_ptr + (begin + block) * ENTRY, pid_n * BLOCK_N
             _multiply_block(
                 *(entry_ptr, col, products, weight, b_desc),
                 *(BLOCK_M, BLOCK_N, BLOCK_K, EPILOGUE_SUBTILE, USE_TMA, A_BY_TMA, BY_COLUMNS, UPCAST, SORTED),
@@ -205,7 +222,10 @@ def moe_reduce_scatter(
             item = claim_number(claims_ptr)
         first_block = last_block
         listed = last_tile - shift  # items in front of those that combine the stage
-        item, listed = _combine_stage(part, item, listed, items, sums, peers, WORLD, COMBINE_M, BLOCK_N)
+        item, listed = _combine_stage(
+            *(part, item, listed, items, sums, peers),
+            *(WORLD, COMBINE_M, BLOCK_N, STORES, ANNOUNCED),
+        )
         shift = last_tile - listed
 
     if first_part + parts == WORLD:
@@ -283,15 +303,22 @@ def _combine_stage(
     WORLD: tl.constexpr,
     COMBINE_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STORES: tl.constexpr,
+    ANNOUNCED: tl.constexpr,
 ):
     """Add up the products of each token of a stage, in blocks; return the next claim and the items so far."""
-    rank = peers.rank
+    rank, counts_ptr = peers.rank, items.counters_ptr + WORLD
     chunk = (rank + 1 + stage) % WORLD
     offset = tl.load(sums.offsets_ptr + chunk)
     tokens = (tl.load(sums.offsets_ptr + chunk + 1) - offset) // sums.topk
     blocks = tl.cdiv(tokens, COMBINE_M) * items.tiles_n
     end = listed + blocks
     lost = 0
+    to_ptr = sums.partial_ptr + tl.cast(stage * sums.tokens_per_rank, tl.int64) * sums.N
+    stored = 0  # blocks in the peer's memory that are not counted
+    if STORES:
+        slot = tl.cast((WORLD - 2 - stage) * sums.tokens_per_rank, tl.int64)
+        to_ptr = memory_of(chunk, sums.table_ptr, sums.staged_ptr) + slot * sums.N
     if item < end:
         lost = _wait_for_products(stage, items, peers.errors_ptr + rank, peers.patience_ticks)
         # Without a tile nothing was sorted: see [Note: programs find other choices].
@@ -299,22 +326,28 @@ def _combine_stage(
         if chunk == rank:
             wait_for_all(ARRIVED, NOT_PUSHED, peers, WORLD)
             lost += is_any_lost(peers, WORLD)
+        elif STORES:
+            tokens = tl.where(may_store(chunk, NOT_PUSHED, ANNOUNCED, peers, WORLD), tokens, 0)
     while item < end:
         block = item - listed
         rows = block // items.tiles_n * COMBINE_M + tl.arange(0, COMBINE_M)
         cols = block % items.tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        _combine_block(rows, cols, tokens, offset, stage, chunk == rank, lost, sums, WORLD)
-        if chunk != rank:
-            before = count_up(items.counters_ptr + WORLD + chunk, "acq_rel")
+        _combine_block(rows, cols, tokens, offset, to_ptr, chunk == rank, lost, sums, WORLD)
+        if STORES:
+            stored += 1
+        elif chunk != rank:
+            before = count_up(counts_ptr + chunk, "acq_rel")
             if (before == blocks - 1) & items.is_whole:
                 notify(peers.flags_ptr + DONE * WORLD + chunk, 1)
         item = claim_number(items.claims_ptr)
+    if STORES and (stored > 0) & (chunk != rank):
+        count_stored(chunk, counts_ptr, blocks, 1, sums.table_ptr, peers, WORLD, stored, ANNOUNCED)
     return item, end
 
 
 @triton.jit
-def _combine_block(rows, cols, tokens, offset, stage, is_own, lost, sums, WORLD: tl.constexpr):
-    """Store the sums of some tokens; those of this rank's own with the peers' sums.
+def _combine_block(rows, cols, tokens, offset, to_ptr, is_own, lost, sums, WORLD: tl.constexpr):
+    """Store the sums of some tokens from `to_ptr` on; those of the own, with the peers' sums, in `out`.
 
     See [Note: how a sum is made]. lost: above 0 if a part of them is missing; then they are NaN.
     """
@@ -331,12 +364,11 @@ def _combine_block(rows, cols, tokens, offset, stage, is_own, lost, sums, WORLD:
             staged = tl.cast(slot * sums.tokens_per_rank + rows, tl.int64)
             from_ptr = sums.staged_ptr + staged[:, None] * N + cols[None, :]
             acc += tl.load(from_ptr, mask=mask, other=0.0).to(tl.float32)
-        to_ptr = sums.c_ptr + tl.cast(rows, tl.int64)[:, None] * sums.stride_cm + cols[None, :]
-        tl.store(to_ptr, acc.to(sums.c_ptr.dtype.element_ty), mask=mask)
+        out_ptr = sums.c_ptr + tl.cast(rows, tl.int64)[:, None] * sums.stride_cm + cols[None, :]
+        tl.store(out_ptr, acc.to(sums.c_ptr.dtype.element_ty), mask=mask)
     else:
-        slot_rows = tl.cast(stage * sums.tokens_per_rank + rows, tl.int64)
-        to_ptr = sums.partial_ptr + slot_rows[:, None] * N + cols[None, :]
-        tl.store(to_ptr, acc.to(sums.c_ptr.dtype.element_ty), mask=mask)
+        sums_ptr = to_ptr + tl.cast(rows, tl.int64)[:, None] * N + cols[None, :]
+        tl.store(sums_ptr, acc.to(sums.c_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -301,16 +301,19 @@ class ExpertOperation(NumberedCalls):
         strides: tuple[int, ...],
         tensors: tuple[torch.Tensor, ...],
         sorting: Sorting,
+        held: tuple[torch.Tensor, ...] = (),
         **constants: Any,
     ) -> TunedLaunch:
         """Return the launches of the grouped GEMM for such tensors.
 
-        constants: constexprs that only this kernel has; the other arguments determine them.
+        held: the kernel's first arguments, which are the same in all launches. constants: constexprs that
+        only this kernel has.
         """
         aligned = tuple([tensor.data_ptr() % 16 == 0 for tensor in tensors])
         programs = self._sms or INTERPRETED_PROGRAMS
         of_choices = counted(choices, programs), size_class(choices)
-        key = of_choices, layout_of(weight), strides, aligned, sorting.is_shared, sorting.is_gathered
+        of_sorting = sorting.is_shared, sorting.is_gathered
+        key = of_choices, layout_of(weight), strides, aligned, *of_sorting, *constants.values()
         launch = self._launches.get(key)
         if launch is not None:
             return launch
@@ -323,7 +326,8 @@ class ExpertOperation(NumberedCalls):
             "SORTED": sorting.is_shared,
         }
         grid = grid_of_experts(of_choices[0], columns, experts, programs)
-        launch = TunedLaunch(kernel, grid, constants, numbers=(of_choices[1], columns, k, experts))
+        numbers = (of_choices[1], columns, k, experts)
+        launch = TunedLaunch(kernel, grid, constants, held=held, numbers=numbers)
         return remember(self._launches, key, launch)
 
     # ---- calls that fail

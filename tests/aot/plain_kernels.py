@@ -125,8 +125,9 @@ COMBINE = PlainKernel(
         "weights_ptr": "*fp32",
         **dict.fromkeys(("offsets_ptr", "counters_ptr"), "*i32"),
         **dict.fromkeys(("stride_am", "tokens_per_rank", "first_part", "parts"), "i32"),
+        "table_ptr": "*i64",
     },
-    {"SORTED": False, "A_TMA_LEGAL": False},
+    {"SORTED": False, "A_TMA_LEGAL": False, "STORES": False},
     OF_EXPERTS,
     {HOPPER: 8, BLACKWELL: 56, CDNA3: 25},  # its many loops; ptxas settles for 128 registers on Blackwell
 )

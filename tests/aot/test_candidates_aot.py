@@ -77,6 +77,15 @@ FURTHER = {
         f"scatter to the peers, tiles {index}": (SCATTER, SCATTER.candidates[index], {"STORES": True})
         for index in (0, 4, 7, 8, 12)
     },
+    **{
+        f"combine for the peers, tiles {index}": (COMBINE, COMBINE.candidates[index], {"STORES": True})
+        for index in (0, 1, 4, 7, 12)
+    },
+    "combine for the peers, rows by TMA": (
+        COMBINE,
+        COMBINE.candidates[0],
+        {"STORES": True, "SORTED": True, "A_TMA_LEGAL": True},
+    ),
     "dispatch, weights by columns": (DISPATCH, DISPATCH.candidates[0], {"BY_COLUMNS": True}),
     "combine, weights by columns": (COMBINE, COMBINE.candidates[0], {"BY_COLUMNS": True}),
     "dispatch, one element an expert": (DISPATCH, by_pointers(DISPATCH), dict.fromkeys(SIZES, 1)),
@@ -107,6 +116,15 @@ def test_a_tile_for_a_peer_is_stored_by_16_bytes_and_counted_and_told_to_the_pee
     assert "st.global.b16" not in ptx
     assert re.search(r"atom\.global\.sys\.acq_rel\.add", ptx)  # a tile
     assert re.search(r"atom\.global\.sys\.release\.exch", ptx)  # a chunk
+
+
+def test_sums_of_tokens_for_a_peer_are_stored_by_16_bytes_and_counted_and_told_to_it_at_system_scope():
+    ptx, pushed = (
+        COMBINE.compile(COMBINE.candidates[0], STORES=stores).asm["ptx"] for stores in (True, False)
+    )
+    assert ptx.count("st.global.v4.b32") == pushed.count("st.global.v4.b32")
+    assert re.search(r"atom\.global\.sys\.acq_rel\.add", ptx)  # a program's blocks of a stage
+    assert re.search(r"atom\.global\.sys\.release\.exch", ptx)  # all of them
 
 
 # The largest tiles have most sums for a thread; the last ones are without TMA.

@@ -79,9 +79,9 @@ BENCHMARKS = {
         tuned=frozenset({"add_rows", "exchange_rows", "gemm_ar way"}),
     ),
     "moe_rs": Times(
-        {"ours", "ours, tokens not given", "grouped_mm", "grouped GEMM, ours"}
+        {"ours", "ours, tokens not given", "ours, by stores", "grouped_mm", "grouped GEMM, ours"}
         | {"grouped_mm + gloo", "own GEMM + gloo", "gloo scatter"},
-        OF_EXPERTS,
+        (*OF_EXPERTS, "--by-stores"),
         ONE_ROUNDING,
         tuned=frozenset({"moe_reduce_scatter", "moe_rs way"}),
     ),

@@ -11,7 +11,7 @@ from dense_runs import (
     SCATTERING_SUMS,
     STORING_SUMS,
 )
-from expert_runs import GATHERING, SCATTERING
+from expert_runs import GATHERING, SCATTERING, STORING_CHOSEN
 
 DENSE = {
     "AllGatherGemm": GATHERING_ROWS,
@@ -24,6 +24,7 @@ OF_ONE_WAY = {f"GemmAllReduce, {way}": runs for way, runs in REDUCING.items() if
 OF_ONE_WAY["AllGatherGemm, low-latency"] = GATHERING_BY_MAIL
 OF_ONE_WAY["GemmReduceScatter, by stores"] = STORING_SUMS
 OF_ONE_WAY["AllGatherGemm, by stores"] = GATHERING_BY_STORES
+OF_ONE_WAY["MoEReduceScatter, by stores"] = STORING_CHOSEN
 WITH_COLLECTIVES = {name: runs for name, runs in EVERY.items() if name != "GemmAllReduce"}
 
 

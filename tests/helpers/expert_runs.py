@@ -161,6 +161,9 @@ class Scattering(ExpertRuns):
 
     name, kernel, candidates = "MoEReduceScatter", moe_rs_kernel.moe_reduce_scatter, moe_rs_kernel.CANDIDATES
 
+    def __init__(self, **options):
+        self.options = options
+
     def begin(self, rank, candidate=None):
         """Do that; and memory that torch hands out is NaN from now on, so products that are read before they
         are stored show. `torch.set_deterministic_debug_mode("default")` ends it."""
@@ -171,7 +174,7 @@ class Scattering(ExpertRuns):
         return n, k
 
     def open(self, tokens_per_rank, size, dtype=HALF, group=None, **named):
-        return MoEReduceScatter(tokens_per_rank, size, dtype, group, **named)
+        return MoEReduceScatter(tokens_per_rank, size, dtype, group, **self.options, **named)
 
     def buffers(self, op):
         return op._staged.local, op._partial, op._weights.local
@@ -211,6 +214,7 @@ class Scattering(ExpertRuns):
 
 
 SCATTERING = Scattering()
+STORING_CHOSEN = Scattering(by_stores=True)
 
 
 def same_call_twice(rank):
@@ -240,18 +244,18 @@ def layer_errors(hidden, routing, out, x, ids, weights, first, second):
     ]
 
 
-def routed_layers(rank, tokens, kind, dtype=HALF, **options):
+def routed_layers(rank, tokens, kind, dtype=HALF, scattering=SCATTERING, **options):
     """Gather, multiply, multiply and scatter with one sorting, then as backward would with what it kept."""
     GATHERING.begin(rank)
-    SCATTERING.begin(rank)
+    scattering.begin(rank)
     errors, most = [], max(*tokens, 1)
     with (
         GATHERING.open(most, 16, dtype, **options) as up,
-        SCATTERING.open(most + 3, 16, dtype, **options) as down,
+        scattering.open(most + 3, 16, dtype, **options) as down,
         GATHERING.open(most + 5, 16, dtype, **options) as another,  # whose chunks lie further apart
     ):
         for told in (None, tokens):
-            SCATTERING.poison(down)
+            scattering.poison(down)
             GATHERING.poison(up)
             x, ids, weights, first, second = layer_operands(rank, tokens, kind, dtype)
             hidden, routing = up.route(x, first, ids, weights, tokens=told)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from dense_runs import GatheringByMail, ScatteringSums
 from every_operation import EVERY, OF_ONE_WAY, WITH_COLLECTIVES, each
+from expert_runs import Scattering
 from operation_runs import cases_of, on_ranks, values
 from operations import (
     HALF,
@@ -96,9 +97,12 @@ EVERY_WAY = "AllGatherGemm, every way"
 TUNED[EVERY_WAY] = {*TUNED["AllGatherGemm"], "exchange_shards"}
 EVERY_LAUNCH = "GemmReduceScatter, every launch"
 TUNED[EVERY_LAUNCH] = {*TUNED["GemmReduceScatter"], "gemm_rs launches"}
+OF_SUMS = "MoEReduceScatter, pushed or stored"
+TUNED[OF_SUMS] = {*TUNED["MoEReduceScatter"], "moe_rs sums"}
 RUNS = EVERY | {
     EVERY_WAY: GatheringByMail(low_latency=None),
     EVERY_LAUNCH: ScatteringSums(by_stores=None),
+    OF_SUMS: Scattering(by_stores=None),
 }
 
 

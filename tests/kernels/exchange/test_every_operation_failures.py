@@ -24,6 +24,7 @@ from dense_runs import (
     Reducing,
 )
 from every_operation import EVERY, EXPERTS, OF_ONE_WAY, each
+from expert_runs import STORING_CHOSEN
 from operation_runs import TWO, die, end_of, hold_launch, message_of, on_ranks
 from rank_programs import wait_for
 
@@ -142,7 +143,7 @@ LOST |= {"GemmReduceScatter, by stores": OR_ANOTHER + "come to the call in time"
 LOST |= {f"GemmAllReduce, {way}": OR_ANOTHER + "offer its rows in time" for way in OF_KERNELS}
 LOST |= {f"GemmAllReduce, {LOW_LATENCY}": OR_ANOTHER + "send its rows in time"}
 LOST |= {f"GemmAllReduce, {OVERLAPPED}": OR_ANOTHER + "push its sums"}
-LOST |= dict.fromkeys(EXPERTS, OR_ANOTHER + "send its choices in time")
+LOST |= dict.fromkeys((*EXPERTS, "MoEReduceScatter, by stores"), OR_ANOTHER + "send its choices in time")
 
 
 @pytest.mark.parametrize("name", LOST)
@@ -210,6 +211,7 @@ SPOILED = {
     "scattered by stores": STORING_SUMS,
     **OF_KERNELS,
     **EXPERTS,
+    "MoEReduceScatter, by stores": STORING_CHOSEN,
 }
 
 

@@ -23,6 +23,7 @@ from dense_runs import (
     sum_of_ranks,
 )
 from every_operation import EVERY, EXPERTS, WITH_COLLECTIVES
+from expert_runs import STORING_CHOSEN
 from operation_runs import message_of, on_ranks
 from rank_programs import wait_for
 
@@ -56,6 +57,7 @@ OPERATIONS |= {
 OPERATIONS |= {"AllGatherGemm, low-latency": (GATHERING_BY_MAIL, {})}
 OPERATIONS |= {"AllGatherGemm, by stores": (GATHERING_BY_STORES, {})}
 OPERATIONS |= {"GemmReduceScatter, by stores": (STORING_SUMS, {})}
+OPERATIONS |= {"MoEReduceScatter, by stores": (STORING_CHOSEN, {})}
 OPERATIONS |= {f"GemmAllReduce, {way}": (OneSum(way), {}) for way in (None, *WAYS)}
 
 

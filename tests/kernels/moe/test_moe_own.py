@@ -5,7 +5,7 @@ What both promise is in `test_moe_failures.py`.
 
 from __future__ import annotations
 
-from expert_runs import GATHERING, SCATTERING, same_call_twice
+from expert_runs import GATHERING, SCATTERING, Scattering, routed_layers, same_call_twice
 from operation_runs import end_of, message_of, on_ranks
 from operations import HALF
 
@@ -51,6 +51,14 @@ def test_tokens_on_one_rank_only_are_told_on_both(rank):
 @on_ranks(2)
 def test_bits_repeat(rank):
     return same_call_twice(rank)
+
+
+@on_ranks(3)
+def test_kernels_of_some_ranks_may_store_sums_where_others_push_them(rank):
+    runs = Scattering(by_stores=rank != 1)
+    with runs.opened(rank, 17, 16) as op:
+        errors = [runs.call_and_compare(op, tokens, 16) for tokens in ([9, 0, 16], [4, 17, 5], [0, 7, 3])]
+    return errors + routed_layers(rank, (5, 0, 9), "any", scattering=runs)
 
 
 @on_ranks(2)

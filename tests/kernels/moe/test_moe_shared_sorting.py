@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from expert_runs import GATHERING as gathering
-from expert_runs import GIVEN_OTHERS, random_choices, randoms, routed_layers, sorted_rows
+from expert_runs import (
+    GIVEN_OTHERS,
+    STORING_CHOSEN,
+    random_choices,
+    randoms,
+    routed_layers,
+    sorted_rows,
+)
 from expert_runs import SCATTERING as scattering
 from operation_runs import device, die, end_of, message_of, on_ranks
 from operations import ALWAYS, HALF
@@ -25,6 +32,8 @@ from ranks import meet
             (2, (7, 9), "none", {}),
         ),
         (3, (0, 9, 14), "any", ALWAYS),
+        (3, (0, 9, 30), "any", {"scattering": STORING_CHOSEN}),
+        (4, (8, 5, 17, 3), "any", {"scattering": STORING_CHOSEN}),
     ],
     ids=str,
 )
@@ -65,23 +74,23 @@ def test_a_rank_that_routes_where_another_calls_is_named_on_both(rank):
     assert message_of(op.close) == message
 
 
-@pytest.mark.parametrize("of_scatter", [False, True], ids=["AllGatherMoE", "MoEReduceScatter"])
+@pytest.mark.parametrize("scatters", [None, scattering, STORING_CHOSEN], ids=["gather", "scatter", "stores"])
 @on_ranks(2, the_last_is_killed=True)
-def test_a_peer_that_dies_behind_the_routing_is_named_and_the_wait_ends(rank, of_scatter):
+def test_a_peer_that_dies_behind_the_routing_is_named_and_the_wait_ends(rank, scatters):
     """Kill rank 1 behind the routing; no later call of rank 0 tells it choices or awaits any."""
     gathering.begin(rank)
     scattering.begin(rank)
-    up, down = gathering.open(8, 16, torch.float32), MoEReduceScatter(8, 16, torch.float32)
+    up, down = gathering.open(8, 16, torch.float32), (scatters or scattering).open(8, 16, torch.float32)
     hidden, routing = routed(up, 4, [4, 4])
     meet()
     if rank == 1:
         die()
     op, name, lost = up, "AllGatherMoE", "its tokens"
-    if of_scatter:
+    if scatters:
         op, name, lost = down, "MoEReduceScatter", "its sums for chunk 0"
     op._patience_ticks = as_patience(1.0)
     x, weight = randoms(4, 16, dtype=torch.float32), randoms(3, 16, 16, dtype=torch.float32)
-    message = end_of(op, lambda: op.by_expert(hidden if of_scatter else x, weight, routing))
+    message = end_of(op, lambda: op.by_expert(hidden if scatters else x, weight, routing))
     told = f"rank 0: rank 1, or one that it waits for, did not push {lost} in time"
     assert message.startswith(f"PeerTimeout: {name}, {told}")
 
