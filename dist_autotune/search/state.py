@@ -259,6 +259,8 @@ class SearchState:
             self._has_compared = True
             self.steps.begin()
             may_end = self.steps.is_over
+        if self.steps.gain is not None:
+            self.pace.count_gain(self.steps.gain.gain_ms / 1e3)
         self._pays_back = may_end and self.pace.pays_back()
 
     def _apply_plan(self) -> None:
@@ -295,7 +297,8 @@ class SearchState:
         self.pace.record_apart(report.apart, report.apart_s)
         # The exchange before it lies in the first of the runs apart, whose median is told.
         exchange_s = report.exchange_s if report.apart else 0.0
-        self.pace.record(kind, report.step_s + exchange_s, report.exchange_s)
+        saved_s = sum(context.saved_ms for context in self.contexts.values()) / 1e3
+        self.pace.record(kind, report.step_s + exchange_s, report.exchange_s, saved_s)
 
     def _end_if_idle(self, report: AgreedRun, *, is_idle: bool, was_closing: bool) -> None:
         """End the session after a run without a trial, once all ranks launch the settled configs."""

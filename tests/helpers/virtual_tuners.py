@@ -124,6 +124,9 @@ class VirtualChild:
     def stands_still(self) -> bool:
         return False
 
+    def lasted_s(self) -> float:
+        return float(self._drawn("slow") % 3)
+
     def pause(self, *, goes_on: bool) -> None:
         """It ends at a look, paused or not."""
 

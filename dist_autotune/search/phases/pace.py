@@ -1,33 +1,34 @@
 """Spreads the trials of an online session over its steps: which may hold trials, and what tuning has cost.
 
-A settled step takes as long as the last steps that tried and exchanged nothing. Every step may take
-1 + `overhead` of that; what it took less is left for others. Where more is spent, the next steps hold no
-trial, no compiler runs beside them, and most of them hold no exchange. At the beginning more may be spent, so
-that most of the session runs with a fast config; it is paid back, at the latest behind the last trial.
+What a step with a trial, or with compilers beside it, takes beyond the nearest steps without counts as spent,
+and so does each exchange. A host that is fast and slow in turns adds nothing. Each step may spend `overhead`
+of what it takes without tuning. Where more is spent, the next steps hold no trial, no compiler runs beside
+them, and most of them hold no exchange. At the beginning more may be spent, so that most of the session runs
+with a fast config; it is paid back, at the latest behind the last trial, with what the first configs took
+beyond the winners, once steps have told that.
 """
 
 from __future__ import annotations
 
 import enum
 import math
+import statistics
 
 from msgspec import Struct
 
 from ...formatting import counted
 
-STALE = 0.97  # of what steps without a trial took: a trial that takes less tells that they do by now
 LENT_STEPS = 64  # their overhead may be spent before they are made
 KNOWN = 8  # steps without new keys, of which the shortest is one of the program's
-LOOK = 3  # steps at a time that tell what one without tuning takes
-RECENT = 9  # of these steps without a trial that tell what a settled one takes; behind the last trial all do
-MOST_BUSY = 12  # steps with a trial or compilers in a row; then some tell what those without take by now
-MARGIN = 0.9  # of the overhead is used: what a settled step takes is known to some per cent
+NEAR = 3  # the last steps without tuning, whose median is what one takes by now; at first in a row
+MOST_BUSY = 8  # steps with a trial or compilers in a row; then one tells what those without take by now
+MARGIN = 0.9  # of the overhead is used: what a step without tuning takes is known to some per cent
 REFILLED = 0.75  # of what is lent: trials begin again when no more is spent
 MOST_APART = 16  # steps from one exchange to the next, at most
 MOST_HELD = 32  # steps in a row without a trial, where even those take longer than the overhead allows
-MOST_REPAID = 600  # steps behind the last trial, likewise
-# Times a settled step, at most, that one counts: what takes longer is the program's: a checkpoint, a pause.
-LONGEST, LONGEST_QUIET = 5.0, 2.0
+MOST_REPAID = 2000  # steps behind the last trial, likewise
+# Times a step without tuning, at most, that one counts: what takes longer is the program's, as a checkpoint.
+LONGEST, LONGEST_QUIET = 5.0, 1.5
 
 
 class StepKind(enum.Enum):
@@ -68,7 +69,7 @@ class Cost(Struct, frozen=True):
 class Pace:
     """Decides on the deciding rank which steps hold trials. Without an `overhead` all may.
 
-    free_s: seconds of a session before any step is held back; a shorter one pays nothing back.
+    free_s: seconds of a session before any trial is held back; a shorter one pays nothing back.
     """
 
     def __init__(self, overhead: float | None, free_s: float) -> None:
@@ -77,52 +78,79 @@ class Pace:
 
     def open(self) -> None:
         """Begin a session."""
-        self._seconds = dict.fromkeys(StepKind, 0.0)  # of all steps, without what is the program's
-        self._steps = dict.fromkeys(StepKind, 0)
-        self._exchanges_s, self._exchanged = 0.0, 0  # steps
-        self._first_s: list[float] = []  # steps that launched new keys
-        self._quiet_s: list[float] = []  # steps without a trial, with the configs that are launched by now
+        self._took_s = self._exchanges_s = 0.0  # of all steps
+        self._made = self._old = 0  # steps; without new keys
+        self._beyond_s = dict.fromkeys(StepKind, 0.0)  # what steps took beyond those without tuning near them
+        self._own_s = 0.0  # what these steps would have taken without
+        self._since_quiet: list[tuple[StepKind, float]] = []  # steps since the last one without tuning
+        self._quiet_s: list[float] = []  # the last steps without tuning
+        self._saved_s = self._all_saved_s = 0.0  # of the device, by configs found so far: in a step, in all
+        self._slower_s = 0.0  # what steps took with the first configs beyond the winners
         self._busy = self._held = self._repaid = 0  # steps in a row
         self._shortest_s = math.inf  # of steps without new keys
         self._is_refilling = False
         self.holds = False  # the next step is to hold no trial, and no compilers run beside it
 
-    def record(self, kind: StepKind, took_s: float, exchange_s: float) -> None:
-        """Record a step, with the exchange before it."""
-        if took_s - exchange_s < STALE * self.step_s:
-            self._quiet_s.clear()  # a faster config has been found since
-        if kind is StepKind.NEW:
-            self._first_s.append(took_s)
+    def record(self, kind: StepKind, took_s: float, exchange_s: float, saved_s: float = 0.0) -> None:
+        """Record a step, with the exchange before it; saved_s: of the device in a step, by what was found."""
+        own_s = took_s - exchange_s
+        if kind is not StepKind.NEW:
+            self._old += 1
+            self._shortest_s = min(self._shortest_s, own_s)
+            self._exchanges_s += exchange_s  # that of the opening is none of a step
+        self._count(1, took_s, saved_s)
+        if kind is StepKind.QUIET:
+            self._record_quiet(1, own_s)
+        else:
+            self._since_quiet.append((kind, own_s))
         is_busy = kind in (StepKind.TRIAL, StepKind.COMPILING)
         self._busy, self._held = (self._busy + 1, 0) if is_busy else (0, self._held + 1)
-        longest = LONGEST_QUIET if kind is StepKind.QUIET else LONGEST
-        if kind is not StepKind.NEW:
-            self._shortest_s = min(self._shortest_s, took_s - exchange_s)
-            self._seconds[kind] += min(took_s, longest * (self.step_s or took_s))
-        self._steps[kind] += 1
-        self._exchanges_s += exchange_s * (kind is not StepKind.NEW)  # that of the opening is none of a step
-        self._exchanged += kind is not StepKind.NEW
-        self.holds = self._overhead is not None and self._is_to_hold(self._overhead)
+        self.holds = self._overhead is not None and self._is_to_hold(self._overhead, kind)
 
     def record_apart(self, steps: int, took_s: float) -> None:
         """Record steps without trials and exchanges, of which each took so long."""
-        self._quiet_s += [took_s] * steps
-        self._seconds[StepKind.QUIET] += steps * min(took_s, LONGEST_QUIET * self.step_s)
-        self._steps[StepKind.QUIET] += steps
-        self._held += steps
+        if steps:
+            self._old += steps
+            self._count(steps, took_s, self._saved_s)
+            self._record_quiet(steps, took_s)
+            self._held += steps
 
-    def _is_to_hold(self, overhead: float) -> bool:
-        if self._held >= MOST_HELD or not self.is_felt:
+    def _count(self, steps: int, took_s: float, saved_s: float) -> None:
+        self._made += steps
+        self._took_s += steps * took_s
+        self._saved_s = saved_s
+        self._all_saved_s += steps * saved_s
+
+    def _record_quiet(self, steps: int, took_s: float) -> None:
+        """Record steps without tuning: with those before, they tell what the steps between spent."""
+        before_s = self._quiet_s[-1] if self._quiet_s else took_s
+        self._quiet_s = [*self._quiet_s, *[took_s] * min(steps, NEAR)][-NEAR:]
+        near_s = min(statistics.fmean((before_s, took_s)), LONGEST_QUIET * self.step_s)
+        for kind, spent_s in self._beyond(near_s).items():
+            self._beyond_s[kind] += spent_s
+        self._own_s += near_s * (len(self._since_quiet) + steps)
+        self._since_quiet.clear()
+
+    def _beyond(self, near_s: float) -> dict[StepKind, float]:
+        """Return what the last steps have spent, by kind, where one without tuning takes so long."""
+        spent_s = dict.fromkeys(StepKind, 0.0)
+        for kind, own_s in self._since_quiet:
+            spent_s[kind] += min(own_s, LONGEST * near_s) - near_s
+        return spent_s
+
+    def _is_to_hold(self, overhead: float, kind: StepKind) -> bool:
+        if self._held >= MOST_HELD:
             return False
-        most = MOST_BUSY if self._quiet_s else 1
         lent_s = overhead * LENT_STEPS * self.step_s
         self._is_refilling = self._owed_s > lent_s * (REFILLED if self._is_refilling else 1)
-        return self._is_refilling or self._busy >= most
+        looks = self._busy >= (MOST_BUSY if self._quiet_s else 1)
+        # While no candidate is compiled, one look more costs no trial.
+        return (self.is_felt and (self._is_refilling or looks)) or (looks and kind is StepKind.COMPILING)
 
     @property
     def is_felt(self) -> bool:
         """Return whether the session lasts so long that a program may feel it."""
-        return self._overhead is not None and sum(self._seconds.values()) >= self._free_s
+        return self._overhead is not None and self._took_s >= self._free_s
 
     def shares_of(self, launches: int, device_ms: tuple[float, float]) -> tuple[float, float | None]:
         """Return the least and the most of a step that so many launches take, of least and most ms each.
@@ -140,57 +168,44 @@ class Pace:
             return 0
         lent_s = 0.0 if self._repaid else self._overhead * LENT_STEPS * self.step_s * REFILLED
         left = (self._owed_s - lent_s) / (self._overhead * self.step_s)
-        least = LOOK if len(self._quiet_s) < RECENT else 0
+        least = NEAR if len(self._quiet_s) < NEAR else 0
         return min(max(math.ceil(left) - 1, least), MOST_APART - 1)
 
     @property
     def cost(self) -> Cost:
         """Return what the session has cost so far."""
-        step_s = self.step_s + self._exchanges_s / max(self._exchanged, 1)
-
-        def beyond(kind: StepKind) -> float:
-            return max(0.0, self._seconds[kind] - step_s * self._steps[kind])
-
-        trials_s, compiling_s = beyond(StepKind.TRIAL), beyond(StepKind.COMPILING)
+        last_s = self._beyond(self.step_s)
+        trials_s, compiling_s = (
+            max(0.0, self._beyond_s[kind] + last_s[kind]) for kind in (StepKind.TRIAL, StepKind.COMPILING)
+        )
         return Cost(trials_s, compiling_s, self._exchanges_s, self._made)
+
+    def count_gain(self, gain_s: float) -> None:
+        """Count what steps with the first configs took: each so much longer than one with the winners."""
+        if self._saved_s:
+            self._slower_s = gain_s * max(0.0, self._made - self._all_saved_s / self._saved_s)
 
     def pays_back(self) -> bool:
         """Return whether another step is to be made, as too much was spent by the last trial; count it."""
-        if not self.is_felt or self._repaid >= MOST_REPAID:
-            return False
-        if not self._repaid:
-            self._quiet_s.clear()
-        owes = self._repaid < RECENT or self._owed_s > 0
+        owes = self.is_felt and self._repaid < MOST_REPAID and (bool(self._since_quiet) or self._owed_s > 0)
         self._repaid += owes * (1 + self.steps_apart)
         return owes
 
     @property
-    def _extra_s(self) -> float:
-        """Return the seconds that steps have taken beyond those without tuning."""
-        first_s = sum(min(each, LONGEST * self.step_s) for each in self._first_s)  # longer ones compiled
-        return first_s + sum(self._seconds.values()) - self._made * self.step_s
-
-    @property
     def _owed_s(self) -> float:
-        """Return the seconds that steps have taken beyond what the overhead allows them."""
+        """Return the seconds that tuning has taken beyond what the overhead allows."""
         assert self._overhead is not None
-        return self._extra_s - MARGIN * self._overhead * self.step_s * self._made
+        spent_s = sum(self._beyond_s.values()) + sum(self._beyond(self.step_s).values())
+        own_s = self._own_s + len(self._since_quiet) * self.step_s
+        return spent_s + self._exchanges_s + self._slower_s - MARGIN * self._overhead * own_s
 
     @property
     def step_s(self) -> float:
         """Return what a step without tuning takes by now, of all steps until that is known; 0.0: none yet."""
-        if self._quiet_s:
-            known_s = sorted(self._quiet_s if self._repaid else self._quiet_s[-RECENT:])
-            return known_s[len(known_s) // 4]  # others slow steps down, and never speed them up
-        steps = self._made - len(self._first_s)
-        own_s = sum(self._seconds.values()) - self._exchanges_s
-        return max(own_s, 0.0) / steps if steps else 0.0
+        old_s = [own_s for kind, own_s in self._since_quiet if kind is not StepKind.NEW]
+        return statistics.median(self._quiet_s or old_s or [0.0])
 
     @property
     def shortest_s(self) -> float:
         """Return what the shortest step took; 0.0: too few are known, and the first ones may compile."""
-        return self._shortest_s if self._made - len(self._first_s) >= KNOWN else 0.0
-
-    @property
-    def _made(self) -> int:
-        return sum(self._steps.values())
+        return self._shortest_s if self._old >= KNOWN else 0.0

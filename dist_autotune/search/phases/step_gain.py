@@ -20,13 +20,13 @@ from .phase import RunPhase
 
 STEPS = 20  # of each side
 MOST_RUNS = 10 * 2 * STEPS  # where runs do not launch what is planned, the comparison ends without a result
-ERRORS = 2.0  # standard errors of the difference of the medians: less is none
+ERRORS = 2.0  # standard errors of the median difference: less is none
 MEDIAN_ERROR = 1.2533  # times that of a mean
 QUARTILES = 1.349  # standard deviations between the quartiles: a spike adds nothing
 
 
 class StepGain(Struct, frozen=True):
-    """Medians of interleaved steps with the first configs and with the winners."""
+    """Medians of interleaved steps: with the winners, and what the first configs take more beside each."""
 
     before_ms: float
     after_ms: float
@@ -93,15 +93,14 @@ class StepComparison(RunPhase):
             self.leave()
 
     def _finish(self, plan: Plan) -> None:
-        ms = {
-            side: [each for label, (_, each) in self._ms.items() if label.startswith(side)]
-            for side in self._plans
-        }
-        count = min(map(len, ms.values()))
-        if count >= STEPS // 2:
-            before_ms, after_ms = (float(statistics.median(ms[side])) for side in ("before", "after"))
-            noise_ms = ERRORS * math.hypot(*map(_error_of_median, ms.values()))
-            self.gain = StepGain(before_ms, after_ms, noise_ms, count)
+        ms = {label: float(each) for label, (_, each) in self._ms.items()}
+        pairs = [(ms.get(f"before {n}"), ms.get(f"after {n}")) for n in range(STEPS)]
+        rounds = [(before, after) for before, after in pairs if before is not None and after is not None]
+        if len(rounds) >= STEPS // 2:
+            after_ms = statistics.median(after for _, after in rounds)
+            longer_ms = [before - after for before, after in rounds]  # of one round: a host's speed changes
+            before_ms = after_ms + statistics.median(longer_ms)
+            self.gain = StepGain(before_ms, after_ms, ERRORS * _error_of_median(longer_ms), len(rounds))
 
     def leave(self) -> None:
         """End without a result."""
@@ -109,5 +108,5 @@ class StepComparison(RunPhase):
 
 
 def _error_of_median(ms: list[float]) -> float:
-    low, _, high = statistics.quantiles(map(float, ms), n=4)
+    low, _, high = statistics.quantiles(ms, n=4)
     return MEDIAN_ERROR * (high - low) / QUARTILES / math.sqrt(len(ms))

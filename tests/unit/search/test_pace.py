@@ -41,6 +41,9 @@ class Training(Simulation):
     def step_s(self, plan):
         return STEP_S + 1e-3 * LAUNCHES * sum(self.own_ms[candidate] for candidate in plan.values())
 
+    def _whole_ms(self, plan, rank):
+        return 1e3 * (self.ended_s[-1] - self.ended_s[-2])
+
     def to_compile(self, run, rank, name):
         """Return the candidates of a context that are left to compilers, which take one after the other."""
         done = int(self.compiled_s / self.compile_s) if self.compile_s else CANDIDATES * KEYS
