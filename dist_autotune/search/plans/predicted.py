@@ -12,7 +12,7 @@ import itertools
 import math
 import operator
 import statistics
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ...codec import digest
@@ -25,13 +25,14 @@ from .space import MOST_CANDIDATES, SHARE_STEP, KernelLevels, Plan, PlanSpace
 
 FEWEST_PLANS, MOST_PLANS = 12, 400
 FIRST_WAVE, WAVE, MOST_TRIED = 20, 3, 96  # plans
+MOST_UNTOLD = 4  # of them that launch no kernel: all are tried, and race at last
 LIKELY = 0.1  # of the run, that the first ones are expected to lose at most by their launches
 SHOWN = 0.5  # of what a candidate takes longer by its launches, beside other options than in these
 SPIKE = 1.15  # times what is expected: such a time is taken again
 GAIN, CHANCE = 0.01, 0.02  # it ends when the chance that an untried plan wins by more is below
 SLOWER = 1.3  # times the usual: that a plan is slower than that counts no more
-NEAR, FINALISTS, NEAR_RUNS = 1.04, 8, 40  # of the best: plans that race with the first one
-MOST_RUNS = 2 * (MOST_TRIED + WAVE - 1) + NEAR_RUNS + MORE_RUNS
+NEAR, FINALISTS, NEAR_RUNS = 1.04, 8, 40  # of the best: plans that race with the first one and those
+MOST_RUNS = 2 * (MOST_TRIED + WAVE - 1 + MOST_UNTOLD) + NEAR_RUNS + MORE_RUNS
 _NORMAL = statistics.NormalDist()
 _REST, _NOISE = 0.05, 0.011  # deviations: of what options add, expected; of a run
 
@@ -69,7 +70,7 @@ def _holds_one_share(kernel: KernelLevels) -> bool:
 
 def predicted(space: PlanSpace, plans: Sequence[Plan]) -> Search:
     """Return the fastest of the plans, of which the first wins ties."""
-    likeness = _likeness(space, plans)
+    likeness, untold = _likeness(space, plans), _untold(space, plans)
     slower_ms = [_slower_ms(space, plan) for plan in plans]
     asked = [AskedPlan(plan, f"predicted, plan {index}") for index, plan in enumerate(plans)]
     first_ms = yield replace(asked[0], follows_fit=True)
@@ -80,7 +81,7 @@ def predicted(space: PlanSpace, plans: Sequence[Plan]) -> Search:
         few = sorted(range(1, len(plans)), key=slower_ms.__getitem__)[: MOST_RACED - 1]
         known = [plans[index] for index in (0, *few)]
         return (yield from raced("all", known, race_of(known), MORE_RUNS)).winner
-    wave = _first_wave(plans, slower_ms, LIKELY * least(ms[0]))
+    wave = [*untold, *_first_wave(plans, slower_ms, LIKELY * least(ms[0]), untold)]
     ms |= yield from _timed(asked, wave)
     model = _ExpectedTimes(likeness, slower_ms, ms)
     while wave:
@@ -89,8 +90,9 @@ def predicted(space: PlanSpace, plans: Sequence[Plan]) -> Search:
                 ms[index] = faster_of_two(ms[index], (yield asked[index]))
         wave = model.next_wave(ms)
         ms |= yield from _timed(asked, wave)
-    finalists = [plans[index] for index in _finalists(ms)]
-    return (yield from raced("predicted, near", finalists, NEAR_RUNS, MORE_RUNS)).winner
+    finalists = [plans[index] for index in dict.fromkeys([0, *untold, *_near(ms)])]
+    runs = NEAR_RUNS + 2 * len(untold)
+    return (yield from raced("predicted, near", finalists, runs, MORE_RUNS)).winner
 
 
 def _timed(asked: Sequence[AskedPlan], wave: Sequence[int]) -> Generator[AskedPlan, float, dict[int, float]]:
@@ -101,9 +103,18 @@ def _timed(asked: Sequence[AskedPlan], wave: Sequence[int]) -> Generator[AskedPl
     return ms
 
 
-def _first_wave(plans: Sequence[Plan], slower_ms: Sequence[float], likely_ms: float) -> list[int]:
+def _untold(space: PlanSpace, plans: Sequence[Plan]) -> list[int]:
+    """Return plans that launch no kernel, as a collective: only their own runs tell of their times."""
+    names = {kernel.name for kernel in space.kernels}
+    return [index for index, plan in enumerate(plans) if index and not names & plan.keys()][:MOST_UNTOLD]
+
+
+def _first_wave(
+    plans: Sequence[Plan], slower_ms: Sequence[float], likely_ms: float, untold: Container[int]
+) -> list[int]:
     """Return plans drawn from those that launches expect to lose little, then from the others."""
-    drawn = sorted(range(1, len(plans)), key=lambda index: digest(repr(sorted(plans[index].items()))))
+    others = (index for index in range(1, len(plans)) if index not in untold)
+    drawn = sorted(others, key=lambda index: digest(repr(sorted(plans[index].items()))))
     drawn.sort(key=lambda index: slower_ms[index] > slower_ms[0] + likely_ms)
     return drawn[: FIRST_WAVE - 1]
 
@@ -176,8 +187,7 @@ class _ExpectedTimes:
         return min(max(self.by_launches[index], least(ms)), float(ms))
 
 
-def _finalists(ms: Mapping[int, float]) -> list[int]:
-    """Return the first plan and the tried ones near the best."""
+def _near(ms: Mapping[int, float]) -> list[int]:
+    """Return the tried plans near the best."""
     by_time = sorted((i for i in sorted(ms) if 0 < ms[i] < math.inf), key=ms.__getitem__)
-    near = [index for index in by_time if least(ms[index]) <= NEAR * ms[by_time[0]]][:FINALISTS]
-    return [0, *(index for index in near if index)]
+    return [index for index in by_time if least(ms[index]) <= NEAR * ms[by_time[0]]][:FINALISTS]

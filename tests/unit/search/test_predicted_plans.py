@@ -41,7 +41,7 @@ class GatheredProduct(Simulation):
         self._bytes = rng.uniform(280e6, 390e6)  # of the gather in a ms
         self.kernels = {name: dict(self._configs(tiles)) for name, tiles in TILES.items()}
         contexts: dict[str, list[str]] = {
-            "consumer": [*self.kernels, "matmul"],
+            "consumer": [*self.kernels],
             "pieces": ["1", "2", "4"],
             "programs": ["128", "132", "116"],
             **{name: [*configs] for name, configs in self.kernels.items()},
@@ -59,13 +59,11 @@ class GatheredProduct(Simulation):
 
     def _is_launched(self, run: int, rank: int, name: str) -> bool:
         consumer = self._candidate("consumer")
-        if name == "programs":
-            return consumer != "matmul"
         return name not in self.kernels or name == consumer
 
     def step_ms(self, plan: dict[str, str]) -> float:
         consumer = plan["consumer"]
-        launched = consumer, plan["pieces"], plan.get("programs", ""), plan.get(consumer, "")
+        launched = consumer, plan["pieces"], plan["programs"], plan[consumer]
         if launched not in self._steps:
             self._steps[launched] = self._step_ms(*launched)
         return self._steps[launched]
@@ -74,8 +72,6 @@ class GatheredProduct(Simulation):
         m, n, k = self.shape
         pieces = int(pieces_text)
         come_ms = [0.01 + (i + 1) * (m // 2 * k * 2 / self._bytes / pieces + 0.003) for i in range(pieces)]
-        if consumer == "matmul":
-            return come_ms[-1] + 2 * m * n * k / (self._flops * SMS) + 0.01
         rows, columns, speed = self.kernels[consumer][config]
         tile_ms = 2 * rows * columns * k / self._flops / speed + 0.002
         begin_ms = [0.0] * math.ceil(m / 2 / rows)
@@ -162,6 +158,42 @@ def test_a_tile_that_wins_only_beside_another_number_of_pieces_is_found():
     assert statistics.fmean(runs) <= 310
     assert statistics.fmean(regrets) <= 0.003
     assert max(regrets) <= 0.015
+
+
+class BesideCollective(GatheredProduct):
+    """With a choice "way" before the others: a collective, beside which none of them is asked for.
+
+    Four ranks begin a run apart by `apart`, a deviation over the best plan's time: early ones wait.
+    """
+
+    def __init__(self, seed: int, takes: float, apart: float = 0.0) -> None:
+        super().__init__(seed)
+        self.ranks = 4
+        self._collective_ms, self._apart_ms = takes * self.best_ms(), apart * self.best_ms()
+        self.contexts, self.choices = {"way": ["own", "collective"], **self.contexts}, ("way", *self.choices)
+
+    def _is_launched(self, run: int, rank: int, name: str) -> bool:
+        is_own = self._candidate("way") == "own"
+        return name == "way" or (is_own and super()._is_launched(run, rank, name))
+
+    def run(self) -> None:
+        self._begin_ms = [self._random.gauss(0, self._apart_ms) for _ in range(self.ranks)]
+        super().run()
+
+    def _whole_ms(self, plan: dict[str, str], rank: int) -> float:
+        return super()._whole_ms(plan, rank) + max(self._begin_ms) - self._begin_ms[rank]
+
+    def step_ms(self, plan: dict[str, str]) -> float:
+        return self._collective_ms if plan.get("way") == "collective" else super().step_ms(plan)
+
+
+@pytest.mark.parametrize("apart", [0.0, 0.05])
+def test_a_collective_that_is_faster_by_far_is_found_whatever_its_first_sample_was(apart):
+    """One spike kept it out of the last race, or it was never tried: 8 of 40 sessions lost 18 to 31 %."""
+    sessions = [BesideCollective(seed, 0.85, apart) for seed in range(24)]
+    for session in sessions:
+        session.session(RUNS_AT_MOST)
+    assert {session.winners()["way"] for session in sessions} == {"collective"}
 
 
 @pytest.mark.parametrize("seed", range(4))
