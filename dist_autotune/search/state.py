@@ -294,10 +294,11 @@ class SearchState:
             is_compiling=self._is_compiling,
         )
         self._made.count(kind, waits=any(each.waiting for each in self._trials))
-        self.pace.record_apart(report.apart, report.apart_s)
         # The exchange before it lies in the first of the runs apart, whose median is told.
         exchange_s = report.exchange_s if report.apart else 0.0
         saved_s = sum(context.saved_ms for context in self.contexts.values()) / 1e3
+        if report.apart:
+            self.pace.record(StepKind.QUIET, report.apart_s, saved_s=saved_s, steps=report.apart)
         self.pace.record(kind, report.step_s + exchange_s, report.exchange_s, saved_s)
 
     def _end_if_idle(self, report: AgreedRun, *, is_idle: bool, was_closing: bool) -> None:

@@ -91,38 +91,31 @@ class Pace:
         self._is_refilling = False
         self.holds = False  # the next step is to hold no trial, and no compilers run beside it
 
-    def record(self, kind: StepKind, took_s: float, exchange_s: float, saved_s: float = 0.0) -> None:
-        """Record a step, with the exchange before it; saved_s: of the device in a step, by what was found."""
+    def record(
+        self, kind: StepKind, took_s: float, exchange_s: float = 0.0, saved_s: float = 0.0, steps: int = 1
+    ) -> None:
+        """Record steps that took so long each, with the exchange before the first.
+
+        saved_s: of the device in a step, by what has been found.
+        """
         own_s = took_s - exchange_s
+        self._made += steps
+        self._took_s += steps * took_s
+        self._saved_s, self._all_saved_s = saved_s, self._all_saved_s + steps * saved_s
         if kind is not StepKind.NEW:
-            self._old += 1
+            self._old += steps
             self._shortest_s = min(self._shortest_s, own_s)
             self._exchanges_s += exchange_s  # that of the opening is none of a step
-        self._count(1, took_s, saved_s)
         if kind is StepKind.QUIET:
-            self._record_quiet(1, own_s)
+            self._record_quiet(own_s, steps)
         else:
             self._since_quiet.append((kind, own_s))
         is_busy = kind in (StepKind.TRIAL, StepKind.COMPILING)
-        self._busy, self._held = (self._busy + 1, 0) if is_busy else (0, self._held + 1)
+        self._busy, self._held = (self._busy + 1, 0) if is_busy else (0, self._held + steps)
         self.holds = self._overhead is not None and self._is_to_hold(self._overhead, kind)
 
-    def record_apart(self, steps: int, took_s: float) -> None:
-        """Record steps without trials and exchanges, of which each took so long."""
-        if steps:
-            self._old += steps
-            self._count(steps, took_s, self._saved_s)
-            self._record_quiet(steps, took_s)
-            self._held += steps
-
-    def _count(self, steps: int, took_s: float, saved_s: float) -> None:
-        self._made += steps
-        self._took_s += steps * took_s
-        self._saved_s = saved_s
-        self._all_saved_s += steps * saved_s
-
-    def _record_quiet(self, steps: int, took_s: float) -> None:
-        """Record steps without tuning: with those before, they tell what the steps between spent."""
+    def _record_quiet(self, took_s: float, steps: int) -> None:
+        """Record steps without tuning: with the one before, they tell what the steps between have spent."""
         before_s = self._quiet_s[-1] if self._quiet_s else took_s
         self._quiet_s = [*self._quiet_s, *[took_s] * min(steps, NEAR)][-NEAR:]
         near_s = min(statistics.fmean((before_s, took_s)), LONGEST_QUIET * self.step_s)

@@ -68,7 +68,6 @@ class StepComparison(RunPhase):
         super().__init__(contexts, rules, "step|")
         self.is_over = True
         self.gain: StepGain | None = None  # None: not compared
-        self._plans: dict[str, Plan] = {}
         self._runs = 0
 
     def open(self) -> None:
@@ -80,11 +79,11 @@ class StepComparison(RunPhase):
         """Compare what this session has searched, if the first configs are not the winners."""
         tuned = [c for c in self._contexts.values() if c.began is not None and c.status is Status.TUNED]
         differ = [context for context in tuned if context.default != context.incumbent]
-        before = {context.name: context.default for context in differ}
-        self._plans = {"before": before, "after": {context.name: context.incumbent for context in differ}}
+        before: Plan = {context.name: context.default for context in differ}
+        after: Plan = {context.name: context.incumbent for context in differ}
         self._ms, self._runs, self.gain, self.waiting = {}, 0, None, False
         if differ:
-            self._begin(in_rounds(self._plans, STEPS, keeps_each=True))
+            self._begin(in_rounds({"before": before, "after": after}, STEPS, keeps_each=True))
 
     def record(self, report: AgreedRun, *, patience: int) -> None:
         super().record(report, patience=patience)
