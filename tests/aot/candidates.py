@@ -199,7 +199,3 @@ class Compiler:
                 break
             time.sleep(5e-3)
         return left
-
-    @staticmethod
-    def own_pid() -> int:
-        return os.getpid()

@@ -64,7 +64,7 @@ class LaunchingDevice(PretendedDevice):
     def __init__(self) -> None:
         super().__init__()
         self.launches: list[Launched] = []
-        self.allocated: list[tuple[int, int, int]] = []  # bytes, alignment and stream, of the operation
+        self.allocated: list[tuple[int, ...]] = []  # bytes, alignment and stream, of the operation
         self.stream = 0
         properties = self.utils.get_device_properties
         self.utils = types.SimpleNamespace(
@@ -72,6 +72,9 @@ class LaunchingDevice(PretendedDevice):
             load_binary=lambda name, code, *args: (name, hashlib.sha256(code).hexdigest(), 32, 0, 1024),
             unload_module=lambda *args: None,
         )
+
+    def allocate(self, *asked: int) -> None:
+        self.allocated.append(asked)
 
     def get_current_stream(self, device: int) -> int:
         return self.stream
@@ -175,14 +178,18 @@ def leave(
 
 @contextmanager
 def launching(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, tuner: Any, *configs_and_blocks_of: Any
-) -> Iterator[LaunchingDevice]:
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    tuner: Any,
+    *configs_and_blocks_of: Any,
+    device: type[Any] = LaunchingDevice,
+) -> Iterator[Any]:
     """Make such a device that of `tuner`, see `leave`."""
-    made = LaunchingDevice()
+    made = device()
     leave(monkeypatch, owner, tuner, *configs_and_blocks_of)
     if hasattr(owner, "can_run"):  # a kernel for some devices alone
         monkeypatch.setattr(gemm_launch, "capability", lambda device: 9)
-    monkeypatch.setattr(loading, "allocate_scratch", lambda *asked: made.allocated.append(asked))
+    monkeypatch.setattr(loading, "allocate_scratch", made.allocate)
     with active(monkeypatch, made, [tuner.fn]):
         yield made
 

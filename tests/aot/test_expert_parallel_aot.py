@@ -21,15 +21,8 @@ OTHERS = {
 }
 NUMBERS = ("size_class", "T", "most_tokens", "experts", "rank", "length", "capacity", "patience_ticks")
 STRIDES = (
-    "stride_x",
-    "stride_rows",
-    "stride_out",
-    "stride_grad",
-    "stride_am",
-    "stride_be",
-    "stride_b",
-    "N",
-    "K",
+    *("stride_x", "stride_rows", "stride_out", "stride_grad", "stride_am", "stride_be", "stride_b"),
+    *("N", "K"),
 )
 OF_ROW = {"H": 7168, "K": 8, "WORLD": 4, "BLOCK": 4096}
 WIDE = {"BLOCK": 8192}
@@ -65,6 +58,13 @@ OF_PRODUCT = {"TOPK": 8, "WORLD": 4, "EXPERTS": 64, "TMA_LEGAL": True, "BY_COLUM
 FORMS = {
     "from slots": {"FROM_SLOTS": True, "TO_PEERS": False},
     "to peers": {"FROM_SLOTS": False, "TO_PEERS": True},
+}
+
+
+SIGNALS = {
+    "barrier": r"gpu\.barrier|ttg\.barrier",
+    "count": r"atomic_rmw add, acq_rel, gpu",
+    "raise": r"atomic_cas release, sys",
 }
 
 
@@ -114,14 +114,8 @@ def test_products_fit_and_their_rows_are_stored_16_bytes_at_a_time_before_the_fl
     ptx = found.asm["ptx"]
     assert "wgmma.mma_async" in ptx
     assert re.search(r"st\.global(\.\w+)*\.v4\.b32", ptx)
-    patterns = {
-        "store": r"tt\.store .*tensor<\d+x\d+x!tt\.ptr<bf16>",
-        "barrier": r"gpu\.barrier|ttg\.barrier",
-        "count": r"atomic_rmw add, acq_rel, gpu",
-        "raise": r"atomic_cas release, sys",
-    }
-    order = order_of(found.asm["ttgir"], patterns)
-    behind = order[max(at for at, each in enumerate(order) if each == "store") + 1 :]
+    order = order_of(found.asm["ttgir"], {**SIGNALS, "store": r"tt\.store .*tensor<\d+x\d+x!tt\.ptr<bf16>"})
+    behind = order[len(order) - order[::-1].index("store") :]
     assert behind == ["barrier", "count", *(["barrier", "raise"] if form == "to peers" else [])]
 
 
@@ -142,9 +136,7 @@ def test_in_one_launch_programs_send_all_that_they_claim_before_they_wait(name):
     patterns = {
         "claim": r"atomic_rmw add, relaxed, gpu",
         "rows": r"tt\.store .*tensor<\d+x!tt\.ptr<bf16>",
-        "barrier": r"gpu\.barrier|ttg\.barrier",
-        "count": r"atomic_rmw add, acq_rel, gpu",
-        "raise": r"atomic_cas release, sys",
+        **SIGNALS,
         "wait": r"atomic_rmw add, acquire, sys",
     }
     order = order_of(compiled(name, config=config).asm["ttgir"], patterns)
@@ -156,15 +148,8 @@ def test_in_one_launch_programs_send_all_that_they_claim_before_they_wait(name):
 def test_programs_count_behind_their_stores_and_the_last_raises_the_flags(name):
     (config, *_) = KERNELS[name].configs
     found = compiled(name, config=config)
-    patterns = {
-        "store": r"tt\.store .*tensor<\d+x!tt\.ptr<bf16>",
-        "barrier": r"gpu\.barrier|ttg\.barrier",
-        "count": r"atomic_rmw add, acq_rel, gpu",
-        "raise": r"atomic_cas release, sys",
-    }
-    order = [each for each in order_of(found.asm["ttgir"], patterns) if each != "store"]
-    stores = order_of(found.asm["ttgir"], patterns)
-    assert order[-4:] == ["barrier", "count", "barrier", "raise"]
-    assert stores.index("count") > max(at for at, each in enumerate(stores) if each == "store")
+    order = order_of(found.asm["ttgir"], {**SIGNALS, "store": r"tt\.store .*tensor<\d+x!tt\.ptr<bf16>"})
+    behind = order[len(order) - order[::-1].index("store") :]
+    assert behind == ["barrier", "count", "barrier", "raise"]
     assert re.search(r"st\.global(\.\w+)*\.v4\.b32", found.asm["ptx"])
     assert re.search(r"ld\.global(\.\w+)*\.v4\.b32", found.asm["ptx"])

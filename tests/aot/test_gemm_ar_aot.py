@@ -1,4 +1,4 @@
-"""That the kernels of GemmAllReduce compile, spill nothing, and order their words as the proofs ask."""
+"""That kernels which send rows as words, of GemmAllReduce and by mail, compile, fit, and order them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from compiled import (
 )
 
 from dist_autotune.kernels import configs
+from dist_autotune.kernels.ag_gemm import by_mail
 from dist_autotune.kernels.gemm_ar import low_latency, pull, rows, sending
 
 TYPES = {
@@ -109,7 +110,10 @@ def test_words_have_the_scope_of_those_who_read_them_and_rows_are_loaded_by_sixt
 @pytest.mark.parametrize("norm", [False, True], ids=["sum", "norm"])
 def test_stamped_words_are_moved_whole_and_past_the_nearest_cache(norm):
     (config, *_) = [each for each in low_latency.CANDIDATES if norm == (not each.kwargs["BLOCK_N"])]
-    ptx = compile_candidate(config, world=2, kernel=low_latency.exchange_rows).asm["ptx"]
+    assert_moved_whole(compile_candidate(config, world=2, kernel=low_latency.exchange_rows).asm["ptx"])
+
+
+def assert_moved_whole(ptx):
     assert re.search(r"st\.global\.v2\.b64", ptx)
     assert re.search(r"ld\.volatile\.global\.v2\.b64", ptx)
     assert not re.search(r"ld\.volatile\.global(?:\.v\d)?\.b(?:8|16|32)", ptx)
@@ -163,3 +167,37 @@ def test_what_was_sent_is_counted_behind_the_kernel_that_sent_it(norm):
         order = order_of(compiled.asm["ttgir"], patterns)
         assert order == (["count", "wait", "count"] if sent else ["count"] * 3)
     assert compile_product(sending.CANDIDATES[0]).asm["ptx"].count("griddepcontrol.launch_dependents") == 1
+
+
+# ---- AllGatherGemm of few rows, by mail
+
+OF_MAIL = {
+    **dict.fromkeys(("table_ptr", "mail_ptr", "ticket_ptr", "errors_ptr"), "*i64"),
+    **dict.fromkeys(("lost_ptr", "shard_ptr", "gathered_ptr"), "*i32"),
+    **dict.fromkeys(
+        ("rows", "capacity", "size_class", "length", "rank", "lost_word", "patience_ticks"), "i32"
+    ),
+}
+
+
+def compile_mail(config, target=HOPPER, world=8):
+    any_value = tuple(name for name, kind in OF_MAIL.items() if kind == "i32" and name != "length")
+    constants = {"WORLD": world, **config.kwargs}
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return compile_for(target, by_mail.exchange_shards.fn, OF_MAIL, constants, any_value=any_value, **options)
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_candidates_that_gather_by_mail_fit_the_device(target):
+    for config in by_mail.GPU_CANDIDATES if target is HOPPER else by_mail.GPU_CANDIDATES[:1]:
+        spilled = MOST_SPILLED[low_latency.exchange_rows]
+        check_fits(compile_mail(config, target), target, config, spilled=spilled)
+
+
+def test_words_of_mail_are_moved_whole_and_rows_are_sent_before_any_is_waited_for():
+    compiled = compile_mail(by_mail.GPU_CANDIDATES[0], world=2)
+    assert_moved_whole(compiled.asm["ptx"])
+    patterns = {"ticket": r"atomic_rmw add, relaxed, gpu", "lost": r"atomic_rmw or, relaxed, gpu"}
+    order = order_of(compiled.asm["ttgir"], patterns)
+    assert (order[:2], order[-1]) == (["ticket"] * 2, "ticket")
+    assert set(order[2:-1]) == {"lost"}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,16 +16,12 @@ import torch
 import triton
 from gemm_runs import always_copied
 from launch_path import active, leave
-from settled_cases import STAMPED, RowsCaller
+from launch_path import launching as on_device
+from settled_cases import ALL, STAMPED, WORLD, Launches, RowsCaller
 from triton import knobs
 
 from benchmarks.common.pretended_device import DeviceUnderTriton
-from dist_autotune.kernels.ag_gemm import plain, specialized
-from dist_autotune.kernels.ag_gemm.call import Consumer, GatherMemory, Product
-from dist_autotune.kernels.ag_gemm.plain import PlainConsumer
-from dist_autotune.kernels.ag_gemm.specialized import SpecializedConsumer
-from dist_autotune.kernels.epilogues import ONLY_SUMS
-from dist_autotune.kernels.exchange import absence, fill_nan
+from dist_autotune.kernels.exchange import absence
 from dist_autotune.kernels.gemm import copies, operation
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm.configs import blocks_of
@@ -34,15 +29,13 @@ from dist_autotune.kernels.gemm_ar.ways import LOW_LATENCY
 from dist_autotune.kernels.launches import loading
 from dist_autotune.kernels.launches import prepared as preparing
 from dist_autotune.kernels.launches.prepared import bare_launch
-from dist_autotune.kernels.moe import plan as plans
 from dist_autotune.kernels.persistent_gemm import persistent_matmul
 
 IS_KNOWN = triton.__version__.startswith(("3.6.", "3.9."))
 NEEDS_BARE = pytest.mark.skipif(
     not IS_KNOWN, reason="what this Triton's function that launches takes is not known"
 )
-ROWS, CAPACITY, N, K, WORLD = 192, 256, 512, 128, 2
-CALL = launching.ChunkCall(WORLD, WORLD, 132, (1,))
+OPERATIONS = {name: of for name, of in ALL.items() if not of.unlike}  # whose calls allocate nothing
 
 
 class Device(DeviceUnderTriton):
@@ -51,7 +44,6 @@ class Device(DeviceUnderTriton):
     def __init__(self) -> None:
         super().__init__(self._hand)
         self.handed: list[tuple[Any, ...]] = []
-        self.fillers: list[tuple[Any, ...]] = []  # the same, of what fills results without a peer
         self.hooked: list[bool] = []  # whether hooks were handed over: the function in C calls them
         self.encoded: list[int] = []  # addresses
         self.allocated: list[tuple[int, int, int]] = []  # bytes, alignment, stream
@@ -70,12 +62,8 @@ class Device(DeviceUnderTriton):
     def _hand(self, *given: Any) -> None:
         if not self.writes_down:
             return
-        plain = tuple(map(plain_value, given))
-        if fill_nan.fill_nan_in_lost_chunks.__name__ in plain:
-            self.fillers.append(plain)
-            return
         self.hooked.append(any(map(callable, given)))
-        self.handed.append(plain)
+        self.handed.append(tuple(map(plain_value, given)))
 
     def _encode(self, address: int, *given: Any) -> tuple[Any, ...]:
         self.encoded.append(address)
@@ -96,71 +84,41 @@ def plain_value(value: Any) -> Any:
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     made = Device()
     monkeypatch.setattr(loading, "allocate_scratch", made.allocate)
-    for owner, tuner, blocks in (
-        (specialized, specialized.tuned, blocks_of),
-        (plain, plain.all_gather_gemm, lambda constants: {}),
-    ):
-        leave(monkeypatch, owner, tuner, tuner.configs[:1], blocks)
-    kernels = [specialized.tuned.fn, plain.all_gather_gemm.fn]
-    kernels += [launching.tuned_gemm.fn, STAMPED.kernel.fn]
-    with active(monkeypatch, made, kernels):
+    with active(monkeypatch, made, [launching.tuned_gemm.fn, STAMPED.kernel.fn]):
         yield made
 
 
-def plain_by(tma: bool) -> Callable[..., Consumer]:
-    return lambda *given: PlainConsumer(*given, has_tma=tma, needs_fence=True, upcasts=False)
+class Calls:
+    """An operation, on such a device; each call has another patience."""
+
+    def __init__(self, of: Launches, device: Device) -> None:
+        self.device, self._caller = device, of.make(1)
+
+    def make(self, count: int) -> list[list[tuple[Any, ...]]]:
+        """Return what each of so many calls hands to the driver."""
+        made = []
+        for patience_ticks in range(1, count + 1):
+            before = len(self.device.handed)
+            self._caller.operation._patience_ticks = patience_ticks
+            self._caller.call()
+            made.append(self.device.handed[before:])
+        return made
 
 
-CONSUMERS = {
-    "specialized, with descriptors": SpecializedConsumer,
-    "plain, with scratch memory": plain_by(tma=True),
-    "plain, with neither": plain_by(tma=False),
-}
-consumers = pytest.mark.parametrize("consumer", CONSUMERS.values(), ids=CONSUMERS)
+@pytest.fixture(params=OPERATIONS.values(), ids=OPERATIONS)
+def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
+    of: Launches = request.param
+    launches = of.module, of.kernel, of.tiles[:1], of.blocks_of
+    with on_device(monkeypatch, *launches, device=Device) as device:
+        yield Calls(of, device)
 
 
-class Caller:
-    """Calls a consumer with tensors of its own; each call has another patience."""
-
-    def __init__(self, consumer: Callable[..., Consumer]) -> None:
-        shapes = ((WORLD, CAPACITY, K), (N, K), (WORLD * ROWS, N))
-        self.tensors = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
-        flags = torch.zeros(6, WORLD, dtype=torch.int32), torch.zeros(WORLD, dtype=torch.int64)
-        of_stores = torch.zeros(2 * WORLD, dtype=torch.int64), torch.zeros(WORLD + 2, dtype=torch.int32)
-        held = GatherMemory(*of_stores, self.tensors[0], *flags, 1, WORLD)
-        self.consumer = consumer(self.product(), held)
-        self.fill_nan = fill_nan.filler_of_chunks(self.tensors[2], flags[0], 1, ROWS)
-        self.patience_ticks = 0
-
-    def product(self) -> Product:
-        gather, weight, out = self.tensors
-        return Product(gather[1], weight, out, ONLY_SUMS, None)
-
-    def call(self) -> None:
-        self.patience_ticks += 1
-        self.consumer.launch(self.product(), CALL, self.patience_ticks)
-        self.fill_nan(self.tensors[2])
-
-
-def calls(device: Device, caller: Caller, count: int) -> list[tuple[Any, ...]]:
-    """Return what so many calls hand to the driver."""
-    before = len(device.handed)
-    for _ in range(count):
-        caller.call()
-    return device.handed[before:]
-
-
-@consumers
-def test_a_prepared_launch_hands_over_what_triton_s_own_way_does(device, consumer, monkeypatch):
-    caller = Caller(consumer)
-    calls(device, caller, 1)  # the tuner's
-    prepared = calls(device, caller, 3)
+def test_a_prepared_launch_hands_over_what_triton_s_own_way_does(calls, monkeypatch):
+    calls.make(1)  # the tuner's
+    prepared = calls.make(3)
     monkeypatch.setattr(preparing, "_are_watched", lambda: True)
-    caller.patience_ticks = 1
-    assert prepared == calls(device, caller, 3)
-    assert len(set(prepared)) == 3  # patiences
-    first, again = device.fillers[1:4], device.fillers[4:]
-    assert first == again
+    assert prepared == calls.make(3)
+    assert len(set(map(tuple, prepared))) == 3  # patiences
 
 
 # ---- whole calls
@@ -228,53 +186,24 @@ def test_a_settled_call_hands_over_what_triton_s_own_way_does_and_does_less(devi
         assert functions < (0.8 * functions_of_own if name in PRODUCTS else 80)
 
 
-@pytest.mark.parametrize("is_shared", [False, True], ids=["of one call", "shared"])
-def test_prepared_launches_of_a_sorting_hand_over_what_triton_s_own_do(device, is_shared, monkeypatch):
-    place = {"by_first": False, "device": torch.device("cpu")}
-    plan = plans.Plan(world_size=WORLD, experts=4, most=256, orders=3 if is_shared else 2, **place)
-    ids, odd_ids = torch.zeros(256, dtype=torch.int64), torch.zeros(257, dtype=torch.int64)[1:]
-    flags = torch.zeros(7, WORLD, dtype=torch.int32), torch.zeros(WORLD, dtype=torch.int64)
-    weights = torch.zeros(256) if is_shared else None
-
-    def sort(choices: torch.Tensor, tokens: int, patience_ticks: int) -> list[tuple[Any, ...]]:
-        before = len(device.handed)
-        numbers = {"pairs": 4 * tokens, "topk": 2, "stride": 128, "tokens": tokens, "told": 9 * tokens}
-        of_rank = {"rank": 1, "first": 1, "patience_ticks": patience_ticks}
-        plan.sort(choices, *flags, **numbers, **of_rank, weights=weights)
-        return device.handed[before:]
-
-    cases = list(itertools.product((ids, odd_ids), (1, 16, 33), (99, 2**40)))
-    prepared = [[sort(*case) for case in cases] for _ in range(2)][1]
-    monkeypatch.setattr(preparing, "remember", lambda known, kind, made: made)
-    for untuned in (plans._COUNT, plans._PLACE):
-        untuned._of.clear()
-    assert prepared == [sort(*case) for case in cases]
-    assert all(len(handed) == 2 for handed in prepared)
-
-
-@consumers
-def test_each_launch_goes_to_the_stream_that_is_current_then(device, consumer):
-    caller = Caller(consumer)
-    for device.stream in (0, 7, 7, 8, 0):
-        calls(device, caller, 1)
-    assert [handed[3] for handed in device.handed] == [0, 7, 7, 8, 0]
-    assert {stream for *_, stream in device.allocated} in ({0, 7, 8}, set())
+def test_each_launch_goes_to_the_stream_that_is_current_then(calls):
+    for calls.device.stream in (0, 7, 7, 8, 0):
+        ((*handed,),) = calls.make(1)
+        assert {each[3] for each in handed} == {calls.device.stream}
+    assert {stream for *_, stream in calls.device.allocated} in ({0, 7, 8}, set())
 
 
 @NEEDS_BARE
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
-@consumers
-def test_hooks_are_handed_over_while_there_are_any(device, consumer, name):
-    caller, hook = Caller(consumer), lambda told: None
-    calls(device, caller, 2)
+def test_hooks_are_handed_over_while_there_are_any(calls, name):
+    hook, hooked = (lambda told: None), calls.device.hooked
+    calls.make(2)
     chain = getattr(knobs.runtime, name)
-    chain.add(hook)
-    try:
-        calls(device, caller, 2)
-    finally:
-        chain.remove(hook)
-    calls(device, caller, 1)
-    assert device.hooked == [True, False, True, True, False]  # the first launch is the tuner's
+    for change, has_hooks in ((chain.add, True), (chain.remove, False)):
+        change(hook)
+        hooked.clear()
+        calls.make(1)
+        assert set(hooked) == {has_hooks}
 
 
 @NEEDS_BARE

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +41,21 @@ class Clock:
         return mark[0]
 
 
+def tune(kernel: Any, device: Any) -> None:
+    chosen = {"clock": Clock(device), "n_warmup": 0, "n_repeat": 1, "log_dir": None, "progress": False}
+    contextual_autotune(lambda: kernel[(1,)](X, Y), **chosen)()
+
+
+def export(directory: Path, *options: str) -> Any:
+    return CliRunner().invoke(
+        app, ["cache", "export", "--format", "triton", str(directory / "out"), *options]
+    )
+
+
+def kernel_of(**options: Any) -> Any:
+    return triton.autotune([triton.Config({"BLOCK": block}, **options) for block in (SLOW, FAST)], [])(square)
+
+
 def only_good(configs: list[Any], named: Any, **_: Any) -> list[Any]:
     return [config for config in configs if config.kwargs["BLOCK"] in (SLOW, FAST)]
 
@@ -66,9 +82,8 @@ def test_stock_triton_takes_the_exported_winner(device, tmp_path, monkeypatch, f
         return triton.autotune(configs, [], cache_results=True, **options)(function)
 
     tuned = made()
-    chosen = {"clock": Clock(device), "n_warmup": 0, "n_repeat": 1, "log_dir": None, "progress": False}
-    contextual_autotune(lambda: tuned[(1,)](X, Y), **chosen)()
-    result = CliRunner().invoke(app, ["cache", "export", "--format", "triton", str(tmp_path / "out")])
+    tune(tuned, device)
+    result = export(tmp_path)
     assert result.stdout.startswith(f"Wrote 1 file for 1 entry to {tmp_path / 'out'}. Set TRITON_CACHE_DIR=")
     stock = made()
     with pytest.raises(AssertionError, match="nothing is benchmarked by stock Triton"):
@@ -94,9 +109,8 @@ print(device.launched[-1]["BLOCK"])
 
 
 def test_a_program_that_names_the_cache_manager_runs_tuned(device, tmp_path):
-    kernel = triton.autotune([triton.Config({"BLOCK": block}) for block in (SLOW, FAST)], [])(square)
-    chosen = {"clock": Clock(device), "n_warmup": 0, "n_repeat": 1, "log_dir": None, "progress": False}
-    contextual_autotune(lambda: kernel[(1,)](X, Y), **chosen)()
+    kernel = kernel_of()
+    tune(kernel, device)
 
     def run(**environment: str) -> subprocess.CompletedProcess[str]:
         environment = with_benchmarks(os.environ | {"TRITON_CACHE_AUTOTUNING": "1"} | environment)
@@ -116,11 +130,9 @@ def test_a_program_that_names_the_cache_manager_runs_tuned(device, tmp_path):
 
 
 def test_configs_with_a_hook_have_no_such_file(device, tmp_path):
-    configs = [triton.Config({"BLOCK": block}, pre_hook=lambda arguments: None) for block in (SLOW, FAST)]
-    kernel = triton.autotune(configs, [])(square)
-    chosen = {"clock": Clock(device), "n_warmup": 0, "n_repeat": 1, "log_dir": None, "progress": False}
-    contextual_autotune(lambda: kernel[(1,)](X, Y), **chosen)()
-    result = CliRunner().invoke(app, ["cache", "export", "--format", "triton", str(tmp_path / "out")])
+    kernel = kernel_of(pre_hook=lambda arguments: None)
+    tune(kernel, device)
+    result = export(tmp_path)
     assert result.exit_code == 2
     assert (
         "Left out square[float16, float32]: stock Triton keeps no file of it: a config has a" in result.stderr
@@ -129,15 +141,13 @@ def test_configs_with_a_hook_have_no_such_file(device, tmp_path):
 
 
 def test_files_are_overwritten_if_asked_for_only(device, tmp_path):
-    kernel = triton.autotune([triton.Config({"BLOCK": block}) for block in (SLOW, FAST)], [])(square)
-    chosen = {"clock": Clock(device), "n_warmup": 0, "n_repeat": 1, "log_dir": None, "progress": False}
-    contextual_autotune(lambda: kernel[(1,)](X, Y), **chosen)()
-    export = ["cache", "export", "--format", "triton", str(tmp_path / "out")]
-    assert CliRunner().invoke(app, export).exit_code == 0
+    kernel = kernel_of()
+    tune(kernel, device)
+    assert export(tmp_path).exit_code == 0
     (file,) = (tmp_path / "out").glob("*/*.autotune.json")
     file.write_text("mine")
-    refused = CliRunner().invoke(app, export)
+    refused = export(tmp_path)
     assert (refused.exit_code, file.read_text()) == (2, "mine")
     assert refused.stderr == f"{file} is there already, 1 in all: --replace writes over them.\n"
-    assert CliRunner().invoke(app, [*export, "--replace"]).exit_code == 0
+    assert export(tmp_path, "--replace").exit_code == 0
     assert file.read_text() != "mine"

@@ -9,13 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import dense_runs
 import torch
 import torch.distributed as dist
 from dense_runs import REDUCING, SCATTERING_SUMS, GatheringRows, Reducing
 from expert_runs import GATHERING, SCATTERING
 from operation_runs import device
-from operations import HALF, DenseRuns, Given, Runs, factors
+from operations import DenseRuns, Given, Runs
 from torch import Tensor
 
 from dist_autotune import contextual_autotune
@@ -124,52 +123,12 @@ class Part:
         self.runs.call(self.op, given, out, self.rows(number))
 
 
-class ProductOfTorch(DenseRuns):
-    name = "torch.mm"
-
-    def sizes(self, k, n):
-        return k, n
-
-    def open(self, rows, size, dtype=HALF, group=None, **named):
-        return None
-
-    def buffers(self, op):
-        return ()
-
-    def operands(self, op, rows, size, experts=3, topk=2, kind="any", group=None):
-        return factors(rows[0], size, size, HALF)
-
-    def new_out(self, op, rows, operands):
-        return nans(len(operands[0]), len(operands[1]))
-
-    def call(self, op, operands, out, rows, *, told=True):
-        return torch.mm(operands[0], operands[1].T, out=out)
-
-    def error_ratio(self, out, *operands, group=None):
-        return dense_runs.error_ratio(out, *operands)
-
-
-class SumOfTorch(ProductOfTorch):
-    name = "all_reduce"
-
-    def operands(self, op, rows, size, *shape):
-        return (torch.randn(rows[0], size, device=device()).to(HALF),)
-
-    def new_out(self, op, rows, operands):
-        return torch.empty_like(operands[0])
-
-    def call(self, op, operands, out, rows, *, told=True):
-        dist.all_reduce(out.copy_(operands[0]))
-        return out
-
-    def error_ratio(self, out, *operands, group=None):
-        (a,), world = operands, dist.get_world_size()
-        wanted = dense_runs.gathered_by_torch(a).float().view(world, *a.shape).sum(0)
-        return float((out.float() - wanted).abs().max()) / (world * 2**-8)
-
-
-def nans(*shape: int) -> Tensor:
-    return torch.full(shape, math.nan, dtype=HALF, device=device())
+def kernels_of_torch(*, adds: bool) -> None:
+    """Multiply, and add over all ranks, as a program does between operations."""
+    rows = torch.ones(256, 256, device=device())
+    torch.mm(rows, rows)
+    if adds:
+        dist.all_reduce(rows)
 
 
 def parts_of(rank: int, sizes: Sizes, world: int) -> list[Part]:
@@ -178,7 +137,7 @@ def parts_of(rank: int, sizes: Sizes, world: int) -> list[Part]:
     if device() != "cpu":  # the warp-specialised kernel, where the GPU has one
         every["ag_gemm"] = GatheringRows()
     every |= {"gemm_rs": SCATTERING_SUMS, "gemm_ar": REDUCING[None]}
-    every |= {runs.name: runs for runs in (GATHERING, SCATTERING, ProductOfTorch(), SumOfTorch())}
+    every |= {runs.name: runs for runs in (GATHERING, SCATTERING)}
     REDUCING[None].begin(rank)
     of_gather.all_gather_gemm.configs = of_gather.CANDIDATES[:1]
     for runs in (SCATTERING_SUMS, GATHERING, SCATTERING):
@@ -243,8 +202,7 @@ class Turns:
     def wrong(self) -> list[str]:
         """Return what was not right, and canaries that are gone."""
         for part in self.parts:
-            if part.op is not None:
-                part.op.check()
+            part.op.check()
         self._graphs.clear()  # before their communicators
         errors = [(part.name, part.runs.error_ratio(*tensors)) for part, tensors in self._kept]
         found = [
@@ -262,8 +220,7 @@ def opened(rank: int, sizes: Sizes) -> Iterator[Turns]:
         turns = Turns(parts_of(rank, sizes, world), fences)
         yield turns
     for part in turns.parts:
-        if part.op is not None:
-            part.op.close()
+        part.op.close()
 
 
 def by_turns(rank: int, sizes: Sizes, turns: int, captured: bool) -> list[str]:
@@ -294,6 +251,7 @@ def by_turns(rank: int, sizes: Sizes, turns: int, captured: bool) -> list[str]:
                 every.replay(order.randrange(turns))
             else:
                 every.call(next(parts), number)
+                kernels_of_torch(adds=True)
         assert session.settled, session.report
         return every.wrong()
 
@@ -324,6 +282,6 @@ def on_two_streams(rank: int, sizes: Sizes, rounds: int) -> list[str]:
                     if (number + late) % 4 == rank:
                         torch.cuda._sleep(2_000_000)
                     every.call(part, number)
-            every.call(parts["torch.mm"], number)
+            kernels_of_torch(adds=False)
         torch.cuda.synchronize()
         return every.wrong()

@@ -184,11 +184,14 @@ def test_every_variant_ends_with_the_right_product(
     multiply(variant, *sizes, store=store, transposed=transposed, scaled=scaled, **options, **drawn)
 
 
+JOINED = {"transposed": (False, True), "store": (32, 2), "joined": True}
 OF_GATES: dict[str, tuple[str, dict[str, Any]]] = {
     "pipelined": ("pipelined", {"blocks": (4, 16, 2), "store": (16, 1)}),
     "two widths": ("cooperative", {"blocks": (4, 32, 2), "store": (16, 2), "extra_n": 16}),
     "pingpong": ("pingpong", {"blocks": (4, 32, 2), "store": (16, 1)}),
     "Blackwell": ("cooperative", {"blocks": (4, 16, 2), "store": (16, 1), "tensor_memory": True}),
+    "any width": ("cooperative", {"blocks": (64, 64, 64), "extra_n": 16, **JOINED}),
+    "any width, swapped": ("cooperative", {"blocks": (64, 64, 64), "extra_n": 8, "swap_ab": True, **JOINED}),
 }
 
 
@@ -205,7 +208,6 @@ def test_every_variant_multiplies_gates_with_their_ups(variant, options, sizes, 
     multiply(variant, *sizes, scaled=(is_scaled, is_scaled), **options, **drawn)
 
 
-JOINED = {"transposed": (False, True), "store": (32, 2), "joined": True}
 WIDTHS = [(64, 0), (64, 8), (128, 24), (128, 16), (32, 8)]
 
 
@@ -230,12 +232,6 @@ def test_a_tile_of_any_width_is_one_product(variant, sizes, widths, rows_warps, 
     multiply(variant, *sizes, **of_tile, **drawn)
 
 
-@pytest.mark.parametrize(("swap_ab", "extra_n"), [(False, 16), (True, 8)], ids=["as it is", "swapped"])
-def test_a_tile_of_any_width_multiplies_gates_with_their_ups(swap_ab, extra_n):
-    of_gates = {"bias_along": "column", "activation": "swiglu", "swap_ab": swap_ab}
-    multiply("cooperative", 150, 144, 100, blocks=(64, 64, 64), extra_n=extra_n, **of_gates, **JOINED)
-
-
 @EACH_KIND
 @settings(max_examples=4)
 @given(
@@ -258,11 +254,6 @@ def test_rows_that_a_small_matrix_has_not_need_not_be_loaded(variant, options, s
 def test_a_tile_is_moved_only_to_where_tma_can_begin(size, inside_rows, expected, monkeypatch):
     monkeypatch.setattr(PROBLEM, "ALIGNED", TMA_BEGINS_AT)
     assert PROBLEM.last_start(size, 256, inside_rows) == expected
-
-
-@EACH_KIND
-def test_programs_without_a_tile_end_as_well(variant, options):
-    multiply(variant, 4, 8, 5, programs=5, **options)
 
 
 # ---- that the model finds what it is there to find

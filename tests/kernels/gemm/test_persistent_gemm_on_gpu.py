@@ -14,7 +14,6 @@ from dense_runs import error_ratio
 from gemm_runs import (
     HALVES,
     LAYOUTS,
-    OUTS,
     always_copied,
     check,
     fitting,
@@ -67,16 +66,6 @@ def test_every_candidate_on_a_gpu(variant, dtype, only):
         for shape in GPU_SHAPES:
             check(*shape, dtype, **options)
             check(*shape, dtype, **options)  # by the short way, with new inputs
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("out_dtype", OUTS, ids=str)
-def test_any_width_takes_all_types_on_a_gpu(out_dtype, only):
-    candidates = each_candidate("warp_specialized", out_dtype)
-    for config in covering([each for each in candidates if each.kwargs["JOINED"]]):
-        only(config)
-        check(1000, 1304, 520, layouts=("row", "column"), out_dtype=out_dtype)
-        check(700, 1304, 136, layouts=("row", "column"), out_dtype=out_dtype)
 
 
 ON_A_GPU = layouts_and_types(520, 264, 200)
