@@ -17,9 +17,9 @@ import triton.language as tl
 from ..configs import CANDIDATES, prune_overlapped, take_first
 from ..epilogues import NO_ACTIVATION, apply_epilogue, apply_scales, sums_of_a_result
 from ..exchange.chunks import part_from_peers, wait_for_rows
-from ..exchange.flags import FREE, NO_PERMIT
-from ..exchange.peers import Peers, is_given_up, wait_for_flag
-from ..exchange.stores import count_stored, let_peers_write, memory_of, part_from_all
+from ..exchange.flags import NO_PERMIT
+from ..exchange.peers import Peers
+from ..exchange.stores import count_stored, let_peers_write, may_store, memory_of, part_from_all
 from ..gemm.configs import class_of_rows
 from ..launches.settled import Tensors, TunedKernel
 from ..products import factors_of, halves, multiply_tile, store_rows
@@ -185,8 +185,7 @@ def _store_chunk(
     elements = tl.cast(m, tl.int64) * a_pitch
     for step in range(1, WORLD):
         peer = (peers.rank + WORLD - step) % WORLD
-        permit = wait_for_flag(FREE, NO_PERMIT, peer, peers, WORLD)
-        end = tl.where(is_given_up(permit), 0, elements)
+        end = tl.where(may_store(peer, NO_PERMIT, False, peers, WORLD), elements, 0)
         slot_ptr = memory_of(peer, table_ptr, a_ptr) + tl.cast(peers.rank * capacity, tl.int64) * a_pitch
         for begin in range(tl.cast(program, tl.int64) * BLOCK, end, STORERS * BLOCK):
             places = begin + tl.arange(0, BLOCK)

@@ -21,9 +21,9 @@ import triton.language as tl
 from ..configs import CANDIDATES, prune_overlapped, take_first
 from ..epilogues import apply_scales
 from ..exchange.chunks import part_from_peers
-from ..exchange.flags import FREE, NO_PERMIT
-from ..exchange.peers import Peers, is_any_lost, is_given_up, wait_for_flag
-from ..exchange.stores import count_stored, let_peers_write, memory_of, part_from_all
+from ..exchange.flags import NO_PERMIT
+from ..exchange.peers import Peers, is_any_lost
+from ..exchange.stores import count_stored, let_peers_write, may_store, memory_of, part_from_all
 from ..gemm.configs import class_of_rows
 from ..launches.settled import Tensors, TunedKernel
 from ..products import factors_of, halves, multiply_tile
@@ -103,7 +103,7 @@ def gemm_reduce_scatter(
     lost = 0  # 1 once a peer is given up
     stored = -1  # chunk of the tile that this program has stored into a peer's memory and not yet counted
     writable = -1  # chunk whose peer has been asked for its permit
-    permit = 0
+    is_permitted = False
     claims_ptr = counts_ptr + WORLD
     first_tile = first * tiles_per_chunk
     end = first_tile + chunks * tiles_per_chunk
@@ -139,11 +139,11 @@ def gemm_reduce_scatter(
             if stored >= 0:
                 count_stored(stored, counts_ptr, tiles_per_chunk, m, table_ptr, peers, WORLD)
             if chunk != writable:
-                permit = wait_for_flag(FREE, NO_PERMIT, chunk, peers, WORLD)
+                is_permitted = may_store(chunk, NO_PERMIT, False, peers, WORLD)
                 writable = chunk
             slot = (rank - chunk + WORLD) % WORLD - 1
             sums_ptr = memory_of(chunk, table_ptr, staged_ptr) + tl.cast(slot * capacity, tl.int64) * N
-            rows = tl.where(is_given_up(permit), 0, m)
+            rows = tl.where(is_permitted, m, 0)
             _add_and_store(
                 acc, sums_ptr, N, staged_ptr, row, col, rows, N, capacity, False, 1, EPILOGUE_SUBTILE
             )
