@@ -8,15 +8,19 @@ Rates: copies between four H100 ran at 344 to 360 GB/s, a copy behind a permit t
 2026-11-26). Nobody has measured stores of a kernel; they have the same rate here, and hold their SM while
 they wait for the link.
 
-Beside it stands what four H200 have taken (2026-11-28, commit 21b4dae0): there a launch for each chunk.
-Neither hosts nor skew of ranks are simulated.
+Beside it stands what four H200 have taken (2026-11-28, commit 21b4dae0): there a launch for each chunk. The
+public shapes of a gather are those of four H100 (2026-11-26). Neither hosts nor skew of ranks are simulated.
+
+Last: by how much a gather would be faster whose tiles are taken as chunks arrive, on ranks whose copies are
+off by a deviation of so much each. Where they are not, chunks arrive in their order.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
 from typing import NamedTuple
 
 from benchmarks.common.options import new_parser
@@ -25,6 +29,7 @@ SMS, TILE_M, TILE_N = 132, 128, 256
 LINK_GBPS = 350.0
 COPY_MS, FLAG_MS, LAUNCH_MS = 0.015, 0.002, 0.003  # until a copy runs; until a flag is seen; between kernels
 STORERS = 16  # programs of a gather that store rows
+OFF, DRAWS = (0.1, 0.3), 20  # deviations of a copy's time; of each, so many gathers
 
 
 class Shape(NamedTuple):
@@ -50,6 +55,14 @@ GATHERS = (
     Shape(5120, 2560, 8192, 0.293, 0.330, 0.364),
     Shape(1536, 7168, 8192, 0.238, 0.274, 0.287),
     Shape(256, 3584, 8192, 0.033, 0.085, 0.110),
+)
+PUBLIC_GATHERS = (
+    Shape(8192, 14336, 8192, 2.492, 2.501, 2.604),
+    Shape(8192, 3584, 8192, 0.618, 0.632, 0.761),
+    Shape(8192, 1792, 4096, 0.173, 0.222, 0.243),
+    Shape(8192, 6656, 16384, 2.281, 2.318, 2.526),
+    Shape(2048, 3584, 8192, 0.177, 0.195, 0.223),
+    Shape(512, 3584, 8192, 0.046, 0.092, 0.129),
 )
 
 
@@ -124,21 +137,35 @@ def scatter_by_stores(work: Work) -> float:
     return max(sms.run(work.tiles, work.tile_ms, lambda ms: max(ms, here)))
 
 
-def gather_by(work: Work, sms: int, before_ms: float) -> float:
+def gather_by(work: Work, sms: int, come_ms: Sequence[float]) -> float:
     """Return how long a gather takes on so many SMs: chunks come one by one."""
     running = Sms(sms)
-    for step in range(work.world):
-        here = step * (work.chunk_ms + before_ms)
+    for here in come_ms:
         all(running.run(work.tiles, work.tile_ms, lambda ms, here=here: max(ms, here + work.tile_ms)))
     return running.end()
 
 
 def pushed(work: Work) -> float:
-    return gather_by(work, SMS, COPY_MS)
+    return gather_by(work, SMS, [step * (work.chunk_ms + COPY_MS) for step in range(work.world)])
 
 
 def gather_by_stores(work: Work) -> float:
-    return gather_by(work, SMS - STORERS, FLAG_MS)
+    return gather_by(work, SMS - STORERS, [step * (work.chunk_ms + FLAG_MS) for step in range(work.world)])
+
+
+def gain_by_arrival(work: Work, off: float) -> float:
+    """Return the gain of tiles that are taken as chunks arrive; off: the deviation of a copy's time."""
+    in_order = by_arrival = 0.0
+    for seed in range(DRAWS):
+        random, copy_ms = Random(seed), work.chunk_ms + COPY_MS
+        # Chunk `step` is the last of so many copies of its rank.
+        come_ms = [
+            math.fsum(copy_ms * random.lognormvariate(0, off) for _ in range(step))
+            for step in range(work.world)
+        ]
+        in_order += gather_by(work, SMS, come_ms)
+        by_arrival += gather_by(work, SMS, sorted(come_ms))
+    return in_order / by_arrival - 1
 
 
 WAYS: dict[str, tuple[tuple[Shape, ...], dict[str, Callable[[Work], float]]]] = {
@@ -146,7 +173,7 @@ WAYS: dict[str, tuple[tuple[Shape, ...], dict[str, Callable[[Work], float]]]] = 
         SCATTERS,
         {"each chunk": each_chunk, "one launch": one_launch, "by stores": scatter_by_stores},
     ),
-    "AG-GEMM": (GATHERS, {"pushed": pushed, "by stores": gather_by_stores}),
+    "AG-GEMM": (GATHERS + PUBLIC_GATHERS, {"pushed": pushed, "by stores": gather_by_stores}),
 }
 
 
@@ -154,12 +181,16 @@ def main() -> None:
     new_parser(__doc__).parse_args()
     for name, (shapes, ways) in WAYS.items():
         print(f"{name}, ms: {', '.join(ways)}; waves, one launch a chunk -> one; on four: ours, torch fused")
+        if name == "AG-GEMM":
+            print(f"behind them: the gain of tiles as they arrive, copies off by {OFF[0]:.0%}, {OFF[1]:.0%}")
         for shape in shapes:
             for world in (2, 4, 8):
                 work = work_of(shape, world, scatters=name == "GEMM-RS")
                 waves = world * math.ceil(work.tiles / SMS), world * work.tiles / SMS
                 sent = (world - 1) * work.chunk_ms * LINK_GBPS
                 ended = "  ".join(f"{way(work):.3f}" for way in ways.values())
+                if name == "AG-GEMM":
+                    ended += "".join(f"  {gain_by_arrival(work, off):+.2%}" for off in OFF)
                 taken = f"   {shape.ours_ms:.3f} {shape.fused_ms:.3f}" if world == 4 else ""
                 line = f"{shape.m} x {shape.n} x {shape.k}, {world} ranks: {ended}"
                 print(f"{line}   {waves[0]} -> {waves[1]:.1f} waves, {sent:.0f} MB{taken}")
