@@ -109,7 +109,7 @@ def begin(rank: int, candidate: int | None = None) -> None:
 
 def operands_of(op: AllGatherGemm, weight: torch.Tensor, out: torch.Tensor, rows: int) -> GatherLayout:
     """Return what a call with these tensors is chosen by."""
-    return op._new_layout(weight, out, rows)
+    return op._new_layout(weight, out, rows, ONLY_SUMS)
 
 
 def force(op: AllGatherGemm, **chosen: Any) -> None:
