@@ -11,8 +11,8 @@ import torch
 from dist_autotune.for_operations import Standing
 
 from ..epilogues import Epilogue
-from ..exchange.fill_nan import NanFiller
 from ..gemm.launch import ChunkBody
+from ..launches.prepared import PlainLaunch
 from ..tensors import Apart
 from .choices import Choice
 
@@ -53,7 +53,7 @@ class GatherLayout:
     size_class: int  # of the rows of all ranks
     shape: tuple[int, int]  # of the result
     choose: Standing[Choice]
-    fill_nan: NanFiller  # of the result; the last kernel of a call
+    fill_nan: PlainLaunch  # of the result; the last kernel of a call
     apart: Apart | None = None  # of a result that was given and all operands
     consumers: dict[str, Consumer] = field(default_factory=dict)  # those that have been chosen; loaded
     mail: Callable[[int], None] | None = None  # enqueues the gather by mail, where calls may take that way

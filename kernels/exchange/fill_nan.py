@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launches.prepared import PlainLaunches, PreparedLaunch
+from ..launches.prepared import PlainLaunch, PlainLaunches
 from .flags import AFTER, ROWS_SENT
 from .peers import Peers, is_any_lost
 
@@ -74,43 +74,24 @@ def fill_nan_without_peers(
 _LOST_CHUNKS, _ALL = PlainLaunches(fill_nan_in_lost_chunks), PlainLaunches(fill_nan_without_peers)
 
 
-class NanFiller:
-    """Enqueues one of the kernels for results that lie alike; it keeps none. A rank alone needs none.
+def _filler(
+    launches: PlainLaunches, programs: int, out: torch.Tensor, flags: torch.Tensor, rank: int, rows: int
+) -> PlainLaunch:
+    """Return what enqueues a kernel for results that lie alike. A rank alone needs none.
 
-    flags: the operation's. It puts them back, too, in place of `Pushes.put_back`.
+    flags: the operation's. The kernel puts them back, too, in place of `Pushes.put_back`.
     """
-
-    def __init__(
-        self,
-        launches: PlainLaunches,
-        programs: int,
-        out: torch.Tensor,
-        flags: torch.Tensor,
-        rank: int,
-        rows: int,
-    ) -> None:
-        world = flags.shape[1]
-        self._launches, self._programs = launches, programs if world > 1 else 0
-        self._kind = (programs, world, out.device, out.dtype)
-        self._flags, self._numbers = flags, (out.shape[1], out.stride(0), rank, rows)
-        self._constants = {"WORLD": world, "BLOCK": COLUMNS}
-        self._rest = (flags.data_ptr(), *self._numbers)
-        self._prepared: PreparedLaunch | None = None
-
-    def __call__(self, out: torch.Tensor, *, only_load: bool = False) -> None:
-        """Enqueue it for `out`, or only load it."""
-        if self._prepared is not None and not only_load:
-            self._prepared.at((), [out.data_ptr(), *self._rest])
-        elif self._programs:
-            given = (self._kind, self._programs, (out, self._flags), self._numbers, self._constants)
-            self._prepared = self._launches.launch(*given, only_load=only_load)
+    world = flags.shape[1]
+    kind, numbers = (programs, world, out.device, out.dtype), (out.shape[1], out.stride(0), rank, rows)
+    constants = {"WORLD": world, "BLOCK": COLUMNS}
+    return PlainLaunch(launches, kind, programs if world > 1 else 0, numbers, constants, held=(flags,))
 
 
-def filler_of_chunks(out: torch.Tensor, flags: torch.Tensor, rank: int, rows: int) -> NanFiller:
+def filler_of_chunks(out: torch.Tensor, flags: torch.Tensor, rank: int, rows: int) -> PlainLaunch:
     """Return what fills chunks of such results, of so many rows, whose ranks a call has given up."""
-    return NanFiller(_LOST_CHUNKS, flags.shape[1], out, flags, rank, rows)
+    return _filler(_LOST_CHUNKS, flags.shape[1], out, flags, rank, rows)
 
 
-def filler_of_all(out: torch.Tensor, flags: torch.Tensor, rank: int) -> NanFiller:
+def filler_of_all(out: torch.Tensor, flags: torch.Tensor, rank: int) -> PlainLaunch:
     """Return what fills such results with NaN if a peer is given up."""
-    return NanFiller(_ALL, max(1, min(PROGRAMS, out.shape[0])), out, flags, rank, out.shape[0])
+    return _filler(_ALL, max(1, min(PROGRAMS, out.shape[0])), out, flags, rank, out.shape[0])

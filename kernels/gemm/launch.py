@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -19,12 +19,13 @@ import triton
 
 from ..configs import capability, take_first
 from ..epilogues import GATED, NO_ACTIVATION, ONLY_SUMS, Epilogue
+from ..launches.prepared import PlainLaunch
 from ..launches.settled import Tensors, TunedKernel, TunedLaunch
 from ..matrices import LINE_BYTES, Matrix, as_matrix, matrix_of_rows
 from ..tensors import FP8, lies_by_columns
 from .body import gemm
 from .configs import GLUON_CANDIDATES, NAMES, blocks_of, class_of_rows, count_tiles
-from .copies import copies_pay, padded_copy, room_for, runs_along_columns
+from .copies import copies_pay, copy_of, room_for, runs_along_columns
 from .pruning import TYPE_NAMES, fewest_rows, prune, prune_chunks
 
 INPUT_DTYPES = (torch.float16, torch.bfloat16, FP8)
@@ -61,6 +62,7 @@ class LaunchPlan:
     b: Matrix | None
     out: Matrix | None
     tuned: TunedLaunch | None = None  # made in the first call
+    copies: dict[str, PlainLaunch] = field(default_factory=dict)  # these, too
 
     def launch(self, a: Matrix, b: Matrix, c: Matrix, epilogue: Epilogue) -> None:
         """Write C = A @ B, of matrices that lie alike in all calls, on the current stream of their device.
@@ -73,6 +75,21 @@ class LaunchPlan:
         bias, _, of_rows, of_columns = epilogue
         vectors = (of_columns, of_rows, bias, None) if self.exchanged else (of_rows, of_columns, None, bias)
         self.tuned((a.address, b.address, b.address, c.address), vectors, ())
+
+    def copy(self, name: str, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy a matrix; those of a name lie alike in all calls."""
+        copy = self.copies.get(name)
+        if copy is None:
+            copy = self.copies[name] = copy_of(source, target)
+        copy(source, target)
+
+    def padded(self, name: str, tensor: torch.Tensor) -> tuple[Matrix, torch.Tensor]:
+        """Return A or B, copied, as TMA reads it, and its memory; keep that until the kernel is launched."""
+        transposed = self.constants[f"TRANS_{name}"]
+        source = tensor.mT if transposed else tensor
+        room = room_for(source.shape[0], source.shape[1], source.dtype, source.device)
+        self.copy(name, source, room)
+        return matrix_of_rows(room, transposed=transposed), room
 
     def _grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
         """Return how many programs run under a config."""
@@ -143,15 +160,15 @@ def execute(
     if plan.exchanged and (left is None or right is None or c is None):
         a, b, out = b.mT, a.mT, out.mT
     if left is None:
-        left, a = padded_copy(a, transposed=plan.constants["TRANS_A"])
+        left, a = plan.padded("A", a)
     if right is None:
-        right, b = padded_copy(b, transposed=plan.constants["TRANS_B"])
+        right, b = plan.padded("B", b)
     if c is None:
         room = room_for(out.shape[0], out.shape[1], out.dtype, out.device)
         c = matrix_of_rows(room)
     plan.launch(left, right, c, epilogue)
     if room is not None:
-        out.detach().copy_(room)
+        plan.copy("C", room, out)
 
 
 def _at(matrix: Matrix | None, tensor: torch.Tensor) -> Matrix | None:

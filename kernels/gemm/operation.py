@@ -12,7 +12,8 @@ The body in plain Triton is here, for AMD's GPUs, for strides that TMA cannot ta
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import functools
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -43,7 +44,7 @@ from ..tensors import (
 )
 from ..tiles import chiplet_number, grouped_tile
 from .configs import NAMES, PLAIN_CANDIDATES, class_of_rows
-from .launch import INPUT_DTYPES, LaunchPlan, execute, plan_launch
+from .launch import INPUT_DTYPES, execute, plan_launch
 from .pruning import prune_plain
 
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -52,7 +53,9 @@ SCHEDULERS = ("auto", "grouped", "chiplet")
 CHIPLETS = 8  # of an MI300X or MI350X, each with an L2 cache of its own
 INTERPRETED_PROGRAMS = 3  # the interpreter runs them one after the other
 
-_PLANS: dict[Hashable, tuple[LaunchPlan, Apart]] = {}  # by the layouts of arguments that have been checked
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Epilogue], None]  # of a, b, out and epilogue
+
+_PLANS: dict[Hashable, tuple[Run, Apart]] = {}  # by the layouts of arguments that have been checked
 
 
 def persistent_matmul(
@@ -116,36 +119,51 @@ def persistent_matmul(
     key = (*lie, activation, variant, scheduler, programs)
     epilogue = Epilogue(bias, activation, scale_a, scale_b)
     known = _PLANS.get(key)
-    if known is not None and out_dtype in (None, out.dtype):
-        plan, apart = known
-        apart.check(out, a, b, bias, scale_a, scale_b)
-        with _on(a.device):
-            execute(plan, a, b, out, epilogue)
-        return out
+    if known is None or out_dtype not in (None, out.dtype):
+        planned = _plan(a, b, out, epilogue, out_dtype, variant, scheduler, programs)
+        known = remember(_PLANS, key, planned)
+    run, apart = known
+    apart.check(out, a, b, bias, scale_a, scale_b)
+    with _on(a.device):
+        run(a, b, out, epilogue)
+    return out
+
+
+def _plan(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    epilogue: Epilogue,
+    out_dtype: torch.dtype | None,
+    variant: str,
+    scheduler: str,
+    programs: int | None,
+) -> tuple[Run, Apart]:
+    """Check the arguments; return how calls of tensors that lie alike are made, and what they may overlap."""
     check_operands(a, b)
-    rows, columns = a.shape[0], b.shape[1]
+    (rows, k), columns, (bias, activation, scale_a, scale_b) = a.shape, b.shape[1], epilogue
     epilogue.check(columns, a.device)
     check_out(out, result_shape(a, b, activation), a.device, out_dtype)
     check_scale("scale_a", scale_a, rows, (rows, 1), a.device)
     check_scale("scale_b", scale_b, columns, (1, columns), a.device)
-    if out.numel() == 0:
-        return out
-    if a.shape[1] == 0:
-        return out.copy_(epilogue.of(a.new_zeros((a.shape[0], b.shape[1]), dtype=torch.float32)))
     apart = Apart(out, a=a, b=b, bias=bias, scale_a=scale_a, scale_b=scale_b)
-    apart.check(out, a, b, bias, scale_a, scale_b)
-    if _is_on_gpu(a):
-        with _on(a.device):
-            made = _multiply(a, b, out, epilogue, variant, scheduler, programs)
-        if made is not None:
-            remember(_PLANS, key, (made, apart))
-    elif INTERPRETED:
-        _run_plain(a, b, out, epilogue, scheduler, programs or INTERPRETED_PROGRAMS)
-    else:
-        raise ValueError(
-            f"a is on {a.device}; move it to a GPU, or set TRITON_INTERPRET=1 before Triton is imported"
-        )
-    return out
+    if 0 in (out.numel(), k):
+        return _write_sums_of_nothing, apart
+    if not _is_on_gpu(a):
+        if not INTERPRETED:
+            raise ValueError(
+                f"a is on {a.device}; move it to a GPU, or set TRITON_INTERPRET=1 before Triton is imported"
+            )
+        return functools.partial(_run_plain, scheduler, programs or INTERPRETED_PROGRAMS), apart
+    if a.dtype == FP8:
+        check_fp8(a.device)
+    major, sms = _device(a.device)
+    programs = programs or sms
+    if major in (9, 10):
+        plan = plan_launch(a, b, out, variant, programs, activation, tensor_memory=major == 10)
+        if plan is not None:
+            return functools.partial(execute, plan), apart
+    return functools.partial(_run_plain, scheduler, programs), apart
 
 
 def _is_on_gpu(tensor: torch.Tensor) -> bool:
@@ -154,31 +172,9 @@ def _is_on_gpu(tensor: torch.Tensor) -> bool:
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
     """Make the GPU the current device, which it mostly is."""
-    return nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
-
-
-def _multiply(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    epilogue: Epilogue,
-    variant: str,
-    scheduler: str,
-    programs: int | None,
-) -> LaunchPlan | None:
-    """Write the result to `out`; return the plan of the Gluon body, None after the plain one."""
-    major, sms = _device(a.device)
-    if a.dtype == FP8:
-        check_fp8(a.device)
-    programs = programs or sms
-    if major in (9, 10):
-        activation, on_blackwell = epilogue.activation, major == 10
-        plan = plan_launch(a, b, out, variant, programs, activation, tensor_memory=on_blackwell)
-        if plan is not None:
-            execute(plan, a, b, out, epilogue)
-            return plan
-    _run_plain(a, b, out, epilogue, scheduler, programs)
-    return None
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def _device(device: torch.device) -> tuple[int, int]:
@@ -186,13 +182,12 @@ def _device(device: torch.device) -> tuple[int, int]:
     return capability(device), torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def _write_sums_of_nothing(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue) -> None:
+    out.copy_(epilogue.of(a.new_zeros((a.shape[0], b.shape[1]), dtype=torch.float32)))
+
+
 def _run_plain(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    epilogue: Epilogue,
-    scheduler: str,
-    programs: int,
+    scheduler: str, programs: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue
 ) -> None:
     rows, columns = a.shape[0], b.shape[1]
     if scheduler == "auto":

@@ -123,7 +123,9 @@ def fits(config: triton.Config, out_bytes: int, limit_bytes: int, *, tensor_memo
 def is_wanted(kwargs: dict[str, Any], wanted: str) -> bool:
     """Return whether a config belongs to one of VARIANTS or PARTS."""
     variant = kwargs["VARIANT"]
-    return wanted in ("auto", variant) or (wanted == "warp_specialized" and variant in PARTS)
+    if wanted == "auto":
+        return variant not in NEVER_BEST
+    return wanted == variant or (wanted == "warp_specialized" and variant in PARTS)
 
 
 def suits(kwargs: dict[str, Any], args: dict[str, Any]) -> bool:
@@ -142,13 +144,12 @@ def saves_tiles(kwargs: dict[str, Any], args: dict[str, Any]) -> bool:
 
 def no_wider_than_need_be(configs: list[triton.Config], args: dict[str, Any]) -> list[triton.Config]:
     """Leave out tiles of any width if narrower ones, alike in all else, are as many."""
-    narrowest: dict[tuple[Any, ...], int] = {}
-    alike = [(*_kind(config.kwargs), count_tiles(config.kwargs, args)) for config in configs]
-    widths = [_width(config.kwargs) for config in configs]
-    for kind, width in sorted(zip(alike, widths, strict=True), key=lambda each: each[1]):
-        narrowest.setdefault(kind, width)
-    found = zip(configs, alike, widths, strict=True)
-    return [each for each, kind, width in found if not each.kwargs["JOINED"] or width == narrowest[kind]]
+    tilings = [
+        ((*_kind(each.kwargs), count_tiles(each.kwargs, args)), _width(each.kwargs)) for each in configs
+    ]
+    narrowest = dict(sorted(tilings, key=lambda tiling: -tiling[1]))  # of its kind the last one stays
+    found = zip(configs, tilings, strict=True)
+    return [each for each, (kind, width) in found if not each.kwargs["JOINED"] or width == narrowest[kind]]
 
 
 def _kind(kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -170,10 +171,8 @@ def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: An
         if is_wanted(config.kwargs, wanted)
         and fits(config, out_bytes(args), limit, tensor_memory=on_blackwell)
         and suits(config.kwargs, args)
+        and saves_tiles(config.kwargs, args)
     ]
-    if wanted == "auto":
-        usable = [config for config in usable if config.kwargs["VARIANT"] not in NEVER_BEST] or usable
-    usable = [config for config in usable if saves_tiles(config.kwargs, args)] or usable
     usable = no_wider_than_need_be(usable, args)
     small = []
     for swap_ab in (False, True):  # tiles no more than twice as large as C

@@ -8,8 +8,8 @@ import torch
 
 from dist_autotune.for_operations import Standing
 
-from ..exchange.fill_nan import NanFiller
 from ..gemm.launch import ChunkBody
+from ..launches.prepared import PlainLaunch
 from ..tensors import Apart
 
 
@@ -53,4 +53,4 @@ class ScatterLayout(NamedTuple):
     others: dict[str, Body]  # by `operation.STORES` or PLAIN, if calls may take them
     launches: Standing[str]  # of a call, see `operation.LAUNCHES`
     apart: Apart  # of the result and all operands
-    fill_nan: NanFiller  # of the result
+    fill_nan: PlainLaunch  # of the result

@@ -144,6 +144,36 @@ class PlainLaunches:
         return remember(self._of, kind, PreparedLaunch(compiled, grid, (), (), last))
 
 
+class PlainLaunch:
+    """The launches of one kind, see `PlainLaunches`, with tensors that lie alike; it keeps none but `held`.
+
+    held: tensors behind those of each launch. programs: 0 launches nothing.
+    """
+
+    def __init__(
+        self,
+        launches: PlainLaunches,
+        kind: Hashable,
+        programs: int,
+        numbers: tuple[int, ...],
+        constants: dict[str, Any],
+        *,
+        held: tuple[torch.Tensor, ...] = (),
+    ) -> None:
+        self._launches, self._kind, self._programs = launches, kind, programs
+        self._held, self._numbers, self._constants = held, numbers, constants
+        self._rest = (*[tensor.data_ptr() for tensor in held], *numbers)
+        self._prepared: PreparedLaunch | None = None
+
+    def __call__(self, *tensors: torch.Tensor, only_load: bool = False) -> None:
+        """Enqueue the kernel on the current stream, or only load it."""
+        if self._prepared is not None and not only_load:
+            self._prepared.at((), [*[tensor.data_ptr() for tensor in tensors], *self._rest])
+        elif self._programs:
+            given = (self._kind, self._programs, (*tensors, *self._held), self._numbers, self._constants)
+            self._prepared = self._launches.launch(*given, only_load=only_load)
+
+
 # ---- bare launches
 
 

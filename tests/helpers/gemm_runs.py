@@ -134,6 +134,5 @@ def poison_rooms(patched: pytest.MonkeyPatch) -> list[torch.Tensor]:
         made.append(torch.full((rows, pitch), math.nan, dtype=dtype, device=device))
         return made[-1][:, :columns]
 
-    patched.setattr(copies, "room_for", room_for)
     patched.setattr(launching, "room_for", room_for)
     return made

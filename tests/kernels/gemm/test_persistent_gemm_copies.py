@@ -37,6 +37,22 @@ def numbers(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 # ---- the copy
 
 
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("size", [(1, 1), (3, 700), (600, 2), (33, 77), (9, 264)], ids=str)
+def test_copies_there_and_back_write_the_matrix_s_own_places_only(size, dtype, poisoned_rooms):
+    rows, columns = size
+    source, constants = numbers(rows, columns, dtype), dict.fromkeys(("TRANS_A", "TRANS_B"), False)
+    surroundings = torch.full((2 * rows + 1, 3 * columns + 2), math.nan, dtype=dtype)
+    for target in (surroundings[1::2, 2::3], surroundings[:rows, 1 : 1 + columns]):
+        plan = launching.LaunchPlan({}, constants, exchanged=False, a=None, b=None, out=None)
+        room = plan.padded("A", source)[1]
+        assert poisoned_rooms[-1][:, columns:].isnan().all()
+        plan.copy("C", room, target)
+        assert torch.equal(target, source)
+        target.fill_(math.nan)
+        assert surroundings.isnan().all()
+
+
 def test_what_tma_cannot_address_is_copied_where_the_product_is_large():
     for sizes, is_copied in {
         (4001, 2003, 999): True,
