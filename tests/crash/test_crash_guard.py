@@ -9,7 +9,7 @@ import time
 import pytest
 from crash_programs import EXHAUSTIVE, MS, alone, die, guards, program, scripted, summary, value_of
 from kernels_for_tests import Bench, launch, numbers, records
-from rank_programs import TIMEOUT_S, ending, raise_, tune
+from rank_programs import SHORT_S, TIMEOUT_S, ending, raise_, set_patience, tune
 
 from dist_autotune import CacheWarning
 from dist_autotune.search.messages import EXACT
@@ -72,25 +72,6 @@ def test_the_candidate_whose_first_launch_killed_the_process_is_banned(tmp_cache
     assert reason.endswith(" UTC)")
     assert second["winners"] == {"add64": 64}
     assert guards(tmp_cache) == []
-
-
-def test_bans_stand_until_the_function_settles_through_another_crash(tmp_cache):
-    dies_twice(program, {(16, 1): kill})
-    dies_twice(program, {(32, 1): kill})
-    third = value_of(program)
-    assert sorted(third["banned"]) == ["add BLOCK: 16", "add BLOCK: 32"]
-    assert third["blocks"] == [64]
-    assert guards(tmp_cache) == []
-    assert value_of(program)["blocks"] == EVERYTHING  # a single candidate left was not timed: not stored
-
-
-def test_when_all_candidates_have_crashed_all_are_named_and_the_next_start_begins_anew(tmp_cache):
-    for block in MS:
-        dies_twice(program, {(block, 1): kill})
-    fourth = alone(program)
-    assert fourth.error_type == "NoValidConfig"
-    assert fourth.error.count("was running when rank 0's process was killed") == 3
-    assert value_of(program)["blocks"] == EVERYTHING
 
 
 @pytest.mark.parametrize(
@@ -216,7 +197,8 @@ def test_suspicion_goes_on_after_a_pause_that_raised(tmp_path):
 def ranks_program(rank, cache, dies=None, leave=None):
     bench, x = Bench(), numbers()
     ms = {block: value + rank / 10 for block, value in MS.items()}
-    events = {dies[1]: leave} if dies is not None and dies[0] == rank else {}
+    lose_patience = lambda: set_patience(step, SHORT_S)  # noqa: E731 - of the exchange that a peer does not come to
+    events = {} if dies is None else {dies[1]: leave if dies[0] == rank else lose_patience}
     kernel = bench.kernel(scripted(bench, ms, events))
     step = tune(bench, lambda: launch(kernel, x), cache=cache, timeout_s=TIMEOUT_S, **EXHAUSTIVE)
     text = ending(step)
@@ -241,17 +223,3 @@ def test_after_one_rank_has_crashed_all_ban_its_candidate(tmp_cache, dying, numb
         assert found["timings"] == {"add": [1.1, 3.1]}
     assert zero["notes"] == one["notes"]
     assert guards(tmp_cache) == []
-
-
-def twice(rank, cache, event):
-    """Call a tuned function, and once more where the first call raised; `event` happens on one rank."""
-    bench, x = Bench(), numbers()
-    failing, when, what = event
-    kernel = bench.kernel(scripted(bench, MS, {when: what} if failing == rank else {}))
-    step = tune(bench, lambda: launch(kernel, x), cache=cache, timeout_s=TIMEOUT_S, **EXHAUSTIVE)
-    first = ending(step)
-    if first.startswith("AgreementTimeout"):
-        return None
-    bench.forget()
-    step()
-    return first.partition(":")[0], summary(bench, step, rank)

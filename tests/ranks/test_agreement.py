@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -18,7 +17,6 @@ from rank_programs import (
     ending,
     exchange,
     failing_step,
-    grid,
     join,
     raise_,
     tune,
@@ -197,18 +195,3 @@ def test_a_forked_child_of_a_rank_is_alone(rank):
         os._exit(0 if exchange(7) == [7] else 1)
     status = os.waitpid(pid, 0)[1]
     assert (os.waitstatus_to_exitcode(status), exchange(rank)) == (0, [0, 1])
-
-
-@pytest.mark.parametrize("init", ["file", "tcp"])
-def test_groups_do_not_hear_each_other(init):
-    def program(rank):
-        (row, column), heard = grid(rank), []
-        for n in range(5):
-            time.sleep(0.01 * ((rank + n) % 3))
-            heard += [exchange(rank, group=row), exchange(rank, group=column), exchange(rank)]
-        return heard
-
-    results = assert_all_ok(run_ranks(program, 4, init=init))
-    for rank, heard in enumerate(results):
-        row, column = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
-        assert heard == [row, column, [0, 1, 2, 3]] * 5

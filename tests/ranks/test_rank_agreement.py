@@ -9,7 +9,6 @@ from kernels_for_tests import Bench, launch, numbers
 from operation_runs import on_ranks
 from rank_programs import blocks_of, own_cache, statuses_of, tune
 
-from dist_autotune import tunable
 from dist_autotune.tuner import session
 from ranks import assert_all_ok, run_ranks
 
@@ -122,24 +121,3 @@ def test_wall_clocks_that_differ_by_hours_and_jump_have_no_effect(monkeypatch):
     assert zero == one == two
     assert sorted(zero[0].values()) == [1.5, 3.0, 3.0]
     assert zero[1:] == ({"add64": "tuned"}, {"add64": 32}, {"add64": "cached"})
-
-
-# ---- judged by the whole run
-
-
-def test_options_that_differ_between_ranks_meet_in_their_intersection():
-    def program(rank):
-        bench, chosen = Bench(), []
-
-        def thunk():
-            chosen.append(tunable("transport", [["copy", "pull", "push"], ["pull", "push", "store"]][rank]))
-            bench.spend({"copy": 1.0, "pull": 4.0, "push": 3.0, "store": 1.0}[chosen[-1]])
-            return chosen[-1]
-
-        step = tune(bench, thunk)
-        return step(), step(), len(chosen), tunable("transport", ["store", "push", "copy"])
-
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero == one
-    assert zero[:2] == ("push", "push")
-    assert zero[3] == "push"

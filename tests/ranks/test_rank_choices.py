@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from kernels_for_tests import Bench
 from operation_runs import on_ranks
-from rank_programs import ending, own_cache, tune
+from rank_programs import own_cache, tune
 
 from dist_autotune import tunable
 from dist_autotune.storage.winners import LAUNCHED
@@ -112,26 +112,3 @@ def test_results_of_groups_that_overlap_are_told_apart_outside():
         return {ranks: tunable("limit", OPTIONS, key=(64,), among=group) for ranks, group in mine.items()}
 
     assert assert_all_ok(run_ranks(program, 3)) == [best_of, {(0, 1): 4}, {(0, 2): 8}]
-
-
-def test_pairs_inside_a_larger_session_agree_among_all_its_ranks():
-    def program(rank):
-        mine = [dist.new_group(pair) for pair in ([0, 1], [2, 3])][rank // 2]
-        choosing = Choosing(times_of(rank), mine)
-        return choosing.tuned(), choosing.ask(), choosing.taken
-
-    results = assert_all_ok(run_ranks(program, 4))
-    assert results == [results[0]] * 4
-    assert results[0][0] == 8
-
-
-def test_a_rank_outside_the_group_is_refused_by_name():
-    def program(rank):
-        pair = dist.new_group([0, 1])
-        found = ending(lambda: tunable("limit", OPTIONS, among=pair))
-        dist.barrier()  # a member that ended at once would close a connection that the other still makes
-        return found
-
-    *members, outsider = assert_all_ok(run_ranks(program, 3))
-    assert members == ["returned None"] * 2
-    assert outsider == "InvalidOption: rank 2 is no member of the process group that it was given"

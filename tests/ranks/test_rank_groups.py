@@ -9,14 +9,14 @@ import pytest
 import torch.distributed as dist
 from kernels_for_tests import Bench, double, launch, numbers, records
 from operation_runs import on_ranks
-from rank_programs import SHORT_S, TIMEOUT_S, blocks_of, ending, grid, statuses_of, tune, tuned_step
+from rank_programs import TIMEOUT_S, blocks_of, ending, grid, statuses_of, tune, tuned_step
 from torch.distributed.device_mesh import init_device_mesh
 
 from dist_autotune import contextual_autotune
 from dist_autotune.errors import InvalidOption
 from dist_autotune.ranks import group as rank_group
 from dist_autotune.ranks.group import ProcessGroup
-from ranks import assert_all_ok, meet, run_ranks
+from ranks import assert_all_ok, run_ranks
 
 
 @pytest.mark.parametrize("init", ["file", "tcp"])
@@ -32,19 +32,6 @@ def test_a_group_of_some_ranks_tunes_without_the_others_who_are_told_what_to_do(
         assert text.startswith(f"TuningError: Rank {rank} called a tuned function whose group= it is not a")
         assert "Call it on members only" in text
         assert not settled
-
-
-def test_names_of_absent_ranks_are_global():
-    def program(rank):
-        group = dist.new_group([1, 3])
-        meet()  # or rank 3 would leave while gloo still connects rank 1 to it
-        if rank != 1:
-            return None
-        return ending(tuned_step({16: 1.0, 32: 2.0}, group=group, timeout_s=SHORT_S)[0])
-
-    text = assert_all_ok(run_ranks(program, 4))[1]
-    assert text.startswith("AgreementTimeout: Rank 1 waited")
-    assert "for rank 3 to agree" in text
 
 
 @on_ranks(2, init="none")

@@ -1,7 +1,5 @@
 """One trial per call: plans stay equal whatever each rank measures and meets."""
 
-import contextlib
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +11,6 @@ from rank_programs import (
     tune,
 )
 
-from dist_autotune import PeerFailed
 from dist_autotune.logs.records import Note
 from dist_autotune.timing.samples import READ_WITHIN_RUNS
 from dist_autotune.tuner import function_state, rank_run, session
@@ -113,41 +110,6 @@ def test_a_key_that_is_launched_seldom_takes_its_result_from_disk_and_waits_for_
         assert ended == ([32, 32, 32], [])
 
 
-def test_training_is_bit_equal_to_the_same_configs_without_the_tuner():
-    def train(rank, wrap, pick):
-        torch.manual_seed(0)
-        bench, weight, losses = Bench(), torch.randn(64), []
-        kernel = bench.kernel({16: 3.0, 32: 1.0 + rank, 64: 2.0})
-
-        def thunk():
-            gradient = launch(kernel, weight) * kernel.best_config.kwargs["BLOCK"]
-            dist.all_reduce(gradient)
-            weight.sub_(0.001 * gradient + 0.01 * torch.randn(64))
-            losses.append(weight.square().sum().item())
-
-        step = wrap(bench, thunk, kernel)
-        for n in range(8):
-            pick(kernel, n)
-            step()
-        return losses, bench.blocks()
-
-    def program(rank):
-        tuned = train(
-            rank, lambda bench, thunk, kernel: tune(bench, thunk, mode="online"), lambda kernel, n: None
-        )
-
-        def pin(kernel, n):
-            chosen = next(config for config in kernel.configs if config.kwargs["BLOCK"] == tuned[1][n])
-            kernel.cache[(64, "torch.float32", "torch.float32")] = chosen
-
-        return tuned, train(rank, lambda bench, thunk, kernel: thunk, pin)
-
-    (zero, zero_bare), (one, one_bare) = assert_all_ok(run_ranks(program, 2))
-    assert zero[1] == one[1] == [16, 32, 64, *[32] * 5]
-    assert zero == zero_bare
-    assert one == one_bare
-
-
 class PretendedTime:
     """Time that passes in steps alone."""
 
@@ -214,42 +176,6 @@ def test_training_costs_no_more_than_the_overhead_while_it_is_tuned_and_is_bit_e
     assert (is_equal, blocks[-1]) == (True, min(ms, key=ms.__getitem__))
     assert cost <= 1.15
     assert len(blocks) < 400
-
-
-@on_ranks(2)
-def test_a_rank_that_raises_between_trials_keeps_step_with_peers_that_hear_of_it_at_their_next_exchange(rank):
-    bench, x, ended = Bench(), numbers(), []
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-
-    def thunk(number):
-        launch(kernel, x)
-        dist.all_reduce(torch.ones(1))
-        if rank == 1 and number % 20 in (13, 15):
-            raise ValueError("of the program")
-
-    step = tune(bench, thunk, mode="online", overhead=0.02)
-    for number in range(100):
-        with contextlib.suppress(ValueError, PeerFailed):
-            step(number)
-            ended.append(number)
-    assert len(exchanges(rank)) < 80  # others were made between exchanges
-    if rank == 1:
-        assert ended == [number for number in range(100) if number % 20 not in (13, 15)]
-    assert len(bench.blocks()) == 100
-
-
-@on_ranks(2)
-def test_one_run_and_one_exchange_a_call(rank):
-    bench, x, counts = Bench(), numbers(), []
-    kernel = bench.kernel({16: 1.0 + rank, 32: 1.5, 64: 9.0})
-    step = tune(bench, lambda: launch(kernel, x), mode="online")
-    for _ in range(6):
-        assert torch.equal(step(), x + 1)
-        counts.append((len(bench.blocks()), step.settled))
-    counts, blocks, exchanged, runs = counts, bench.blocks(), len(exchanges(rank)), step.report.runs
-    assert counts == [(1, False), (2, False), (3, True), (4, True), (5, True), (6, True)]
-    assert blocks == [16, 32, 64, 32, 32, 32]
-    assert (exchanged, runs) == (4, 3)  # the opening, then one for each trial
 
 
 @on_ranks(2)

@@ -1,18 +1,14 @@
 """DIST_AUTOTUNE_MODE=strict on several ranks: one that lacks a result raises, and nobody waits for it."""
 
-import os
 import shutil
-from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from kernels_for_tests import Bench, launch, numbers
 from operation_runs import on_ranks
-from process_states import has_ended
-from rank_programs import SHORT_S, TIMEOUT_S, ending, own_cache, set_patience, tune, wait_for
+from rank_programs import ending, own_cache, tune
 
 from dist_autotune.storage.winners import LAUNCHED
-from ranks import assert_all_ok, describe, meet, run_ranks
+from ranks import assert_all_ok, run_ranks
 
 
 def step_of(rank, **options):
@@ -82,35 +78,3 @@ def test_in_a_settled_call_all_that_lack_a_result_raise_and_stay_in_step(rank, s
     errors = [kind(lambda: step([100])) for _ in range(3)]
     another = tune(bench, lambda: [launch(bench.kernel({16: 3.0}), numbers())])
     assert (errors, kind(lambda: step([64])), kind(another)) == (["NotTuned"] * 3, "returned ", "returned ")
-
-
-@pytest.mark.parametrize("settled", [False, True], ids=["first call", "settled call"])
-def test_a_peer_in_a_collective_is_released_when_asked_for(shipped, settled, quick_heartbeats):
-    first_s = TIMEOUT_S if settled else SHORT_S
-
-    def program(rank, pid):
-        bench = Bench()
-        kernel = bench.kernel({16: 3.0, 32: 1.0})
-
-        def thunk(n):
-            launch(kernel, numbers(n))
-            if rank == 1:
-                pid.write_text(str(os.getpid()))
-            dist.barrier()
-
-        step = tune(bench, thunk, cache=own_cache(rank), on_stuck="abort", timeout_s=first_s)
-        meet()
-        if settled:
-            step(64)
-            set_patience(step, SHORT_S)
-        end = ending(lambda: step(100 if rank == 0 else 64))
-        wait_for(lambda: pid.exists() and pid.read_text() and has_ended(int(pid.read_text())))
-        return end
-
-    zero, one = run_ranks(program, 2, Path.cwd() / "pid")
-    (error,) = assert_all_ok([zero])
-    assert error.startswith("NotTuned: add[n=100")
-    assert one.exitcode == 1, describe(one)
-    assert f"is still in {'a call of' if settled else 'run 0 of'}" in one.stderr
-    assert "rank 0 has failed (NotTuned: add[n=100" in one.stderr
-    assert one.elapsed_s < 30  # rank 0 would wait for its end until the time-out of run_ranks

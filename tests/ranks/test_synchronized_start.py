@@ -102,25 +102,6 @@ def test_ranks_begin_together_whatever_a_program_does_between_its_calls(monkeypa
         assert moments[0] <= max(lags) + MOST_MARGIN_MS + FILLER_MS + 2
 
 
-@pytest.mark.parametrize("usual_ms", [2.8, 30.0])
-def test_ranks_begin_together_where_fillers_may_be_little_longer_than_hosts_need(usual_ms, monkeypatch):
-    """Each rank's filler was the longest one, and they began as far apart as they had come."""
-    ranks = Ranks(2, monkeypatch)
-    for early, late in ((0.0, 0.3), (0.1, 0.3), (0.0, 0.3), (0.2, 0.1), (0.3, 0.0)):
-        moments = ranks.run([usual_ms + early, usual_ms + late], most_ms=FILLER_MS + 0.7)
-    assert moments == [pytest.approx(usual_ms + 0.3 + 0.35 + FILLER_MS)] * 2
-
-
-def test_nobody_waits_long_behind_a_call_before_which_ranks_did_more(monkeypatch):
-    """A checkpoint: the next calls come as soon as those before it."""
-    ranks = Ranks(2, monkeypatch)
-    for lags in ([30.0, 30.4], [30.0, 30.4], [3000.0, 3001.0]):
-        ranks.run(lags)
-    for _ in range(6):
-        assert max(ranks.run([30.0, 30.4])) <= 30.4 + MOST_MARGIN_MS + FILLER_MS
-    assert max(ranks.run([30.0, 30.4], most_ms=0.5)) <= 30.9
-
-
 # ---- in a session
 
 

@@ -49,13 +49,6 @@ def test_an_optimizer_that_steps_long_without_the_first_takes_its_place():
     assert ends(boundary, [a], [b]) == [[0], [1]]
 
 
-def test_an_optimizer_that_is_gone_leads_no_longer():
-    boundary, a, b = OptimizerSteps(), Optimizer(), Optimizer()
-    ends(boundary, [a])
-    del a
-    assert ends(boundary, [b], [b]) == [[1], [1]]
-
-
 @pytest.fixture
 def ended():
     """What has happened, while steps of torch's optimizers are watched: names, and the ends of runs."""
@@ -68,18 +61,6 @@ def parameter() -> torch.nn.Parameter:
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
     return weight
-
-
-def test_steps_of_torchs_optimizers_end_runs_while_they_are_watched():
-    events: list[str] = []
-    weight = parameter()
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    with OptimizerSteps().watched(lambda: events.append("end")):
-        for _ in range(2):
-            weight.sum().backward()
-            optimizer.step()
-    optimizer.step()
-    assert events == ["end"] * 2
 
 
 def test_steps_without_a_forward_pass_between_them_are_one_end(ended):

@@ -126,14 +126,6 @@ def test_a_group_that_is_made_anew_is_tuned_anew_with_all_its_ranks():
     assert [len(records(SessionOpened, rank=rank)) for rank in range(2)] == [2, 2]
 
 
-def test_ranks_that_have_destroyed_their_group_end_quietly():
-    results = start("train(9)\ndist.destroy_process_group()")
-    assert_all_ok(results)
-    assert "Warning" not in results[1].stderr
-    assert results[1].stderr == ""  # rank 0 shows what was found
-    assert "1 context in 3 runs on 2 ranks" in results[0].stderr
-
-
 def test_what_forks_of_data_loaders_do_is_not_tuned():
     assert_all_ok(
         start(
@@ -195,13 +187,6 @@ def test_an_optimizer_step_inside_a_tuned_function_ends_no_run():
     assert_all_ok(results)
     assert printed(0) == printed(1) == "3\n"
     assert [record.thunk for record in records(SessionOpened)] == ["program.py"]  # where the steps are
-
-
-def test_with_the_mode_cached_nothing_is_tried():
-    assert_all_ok(start("train(6)", DIST_AUTOTUNE_MODE="cached"))
-    plans = [record.plan for record in records(RunStarted)]
-    assert plans
-    assert not any(plans)
 
 
 def test_in_the_strict_mode_one_process_launches_what_is_tuned_and_nothing_else():

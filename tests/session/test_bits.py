@@ -38,17 +38,6 @@ def another_kernel(monkeypatch):
     monkeypatch.setitem(EMULATIONS, add_too, EMULATIONS[add])
 
 
-@pytest.mark.parametrize("search", ["exhaustive", "racing"])
-def test_a_config_that_changes_a_bit_never_wins(bench, search):
-    tuned = bench.tune(Function(bench), bits="same", search=search)
-    result = tuned()
-    context = only(tuned.report)
-    assert winner(context) == SLOW
-    assert torch.equal(result, numbers() + 1)
-    assert only_reason(context, FAST) == "rank 0: other bits than with the first config, in the result"
-    assert context.same_bits is True
-
-
 def test_check_says_that_outputs_change_and_restricts_nothing(bench):
     tuned = bench.tune(Function(bench), bits="check")
     tuned()
@@ -234,13 +223,6 @@ def test_training_with_equal_bits_is_training_with_the_first_config(bench):
     free = Training(bench, kernel, {FAST: off_by_one_bit})
     state = [free.model, free.optimizer, free.scheduler]
     assert free.run(bench.tune(free.step, bits="any", preserve=state)) != expected
-
-
-def test_state_that_is_not_put_back_is_named(bench):
-    trained = Training(bench, bench.kernel({BASE: 3.0, FAST: 1.0}))
-    tuned = bench.tune(trained.step, bits="check", name="a step that is repeated")
-    tuned(numbers())
-    assert "have different bits in the result on rank 0" in tuned.report.warning
 
 
 def test_a_training_loop_uses_what_was_tuned_with_equal_bits(bench, monkeypatch):

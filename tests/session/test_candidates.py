@@ -78,28 +78,11 @@ def test_the_values_of_a_config_may_be_lists(bench):
 # ---- launches that only compile
 
 
-def run_warmup(kernel):
-    return kernel.run(numbers(), numbers(), 64, grid=(4,), warmup=True)
-
-
-@pytest.mark.parametrize(
-    "compile_only",
-    [run_warmup, lambda kernel: kernel.warmup(numbers(), numbers(), 64, grid=(4,))],
-    ids=["run(warmup=True)", "warmup()"],
-)
-def test_compiling_only_is_no_launch(bench, kernel, compile_only):
-    tuned = bench.tune(lambda: compile_only(kernel))
-    tuned()
-    assert bench.blocks() == []
-    assert bench.clock.marks == 0
-    assert tuned.report.contexts == ()
-
-
 def test_compiling_only_between_trials_advances_nothing(bench, kernel):
     def thunk():
-        run_warmup(kernel)
+        kernel.warmup(numbers(), numbers(), 64, grid=(4,))
         launch(kernel, numbers())
-        run_warmup(kernel)
+        kernel.run(numbers(), numbers(), 64, grid=(4,), warmup=True)
 
     tuned = bench.tune(thunk)
     tuned()

@@ -87,16 +87,6 @@ def test_when_all_fail_one_error_names_kernel_key_and_every_reason(bench, where)
     assert [(record.outcome, record.warning) for record in records(SessionClosed)] == [("NoValidConfig", "")]
 
 
-def test_the_hook_of_the_config_that_stands_in_runs_once_per_launch(bench):
-    hooked = []
-    hooks = {block: lambda arguments, block=block: hooked.append(block) for block in BLOCKS}
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0}, pre_hooks=hooks)
-    kernel.fn.failures[32] = out_of_resources
-    bench.tune(lambda: launch(kernel, numbers()))()
-    assert bench.blocks() == [16, 16, 64, 64]
-    assert hooked == [16, 32, 16, 64, 64]
-
-
 def test_a_config_that_kills_the_process_is_the_last_thing_in_its_log(bench):
     kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
     kernel.fn.failures[32] = lambda: os.kill(os.getpid(), signal.SIGKILL)
@@ -108,19 +98,6 @@ def test_a_config_that_kills_the_process_is_the_last_thing_in_its_log(bench):
     (admitted,) = records(ContextAdmitted)
     assert last.plan == {admitted.context: 1}
     assert "BLOCK: 32" in admitted.candidates[1]
-
-
-def test_a_winner_on_disk_that_fails_now_is_replaced_and_the_rest_is_tuned_anew(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    bench.tune(lambda: launch(kernel, numbers()))()
-    bench.forget()
-    fresh = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    fresh.fn.failures[32] = out_of_resources
-    tuned = bench.tune(lambda: launch(fresh, numbers()))
-    assert torch.equal(tuned(), numbers() + 1)
-    assert 32 not in bench.blocks()
-    assert block_of(only(tuned.report).config) == 64
-    assert only(tuned.report).status == "tuned"
 
 
 def test_a_launch_that_runs_out_of_memory_is_banned_and_its_memory_is_free(bench, kernel):
@@ -183,15 +160,3 @@ def test_a_failure_in_a_settled_launch_replaces_that_launch_only(bench, error, m
     (text,) = [note.text for note in records(Note) if "settled launch" in note.text]
     assert text.startswith("add[64, float32, float32]: BLOCK: 64")
     assert str(error).splitlines()[0] in text
-
-
-def test_memory_that_runs_out_again_and_again_bans_nothing(bench, kernel):
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    tuned()
-    kernel.fn.failures[32] = lambda: torch.OutOfMemoryError("CUDA out of memory")
-    for _ in range(8):
-        assert torch.equal(tuned(), numbers() + 1)
-    kernel.fn.failures.clear()
-    bench.forget()
-    tuned()
-    assert bench.blocks() == [32]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from kernels_for_tests import Bench, double, is_outside, launch, numbers, records
 
-from dist_autotune import StepTuner, is_tuning, tunable
+from dist_autotune import StepTuner
 from dist_autotune.logs.records import SessionClosed
 from ranks import assert_all_ok, run_ranks
 
@@ -36,14 +36,6 @@ def fork_in_first_run(bench: Bench, kernel: Any, in_the_child: Callable[[], Any]
     tuned = bench.tune(thunk)
     tuned()
     return values[0], tuned
-
-
-def test_a_child_forked_during_a_session_finds_the_stock_function(bench, kernel):
-    seen, _ = fork_in_first_run(
-        bench, kernel, lambda: (is_outside(), is_tuning(), tunable("in a child", [1, 2]))
-    )
-    assert seen == (True, False, 1)
-    assert bench.blocks() == [16, 32, 32]
 
 
 def test_launches_in_a_child_are_stock_launches(bench):

@@ -6,10 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels_for_tests import accumulate, double, launch, numbers, only, records, winner
-
-from dist_autotune.logs.records import Note
-from dist_autotune.repeats import in_place
+from kernels_for_tests import accumulate, double, launch, numbers, only, winner
 
 RACING = {"n_warmup": None, "n_repeat": None}  # run 2 has the plan of run 1
 MS = {16: 3.0, 32: 1.0, 64: 2.0}
@@ -75,25 +72,6 @@ def test_it_is_put_back_told_once_and_the_keys_stay_untuned_until_retune(bench, 
     assert total[0] == 4
 
 
-def test_work_in_place_that_is_not_looked_for_is_told_in_the_log(bench, monkeypatch):
-    monkeypatch.setattr(in_place, "_free_bytes", lambda device: 1000)
-    step, total = in_place_by_kernel(bench)
-    bench.tune(step, **RACING)()
-    assert total[0] > 1
-    notes = [note.text for note in records(Note)]
-    assert "work in place is not looked for: 256 bytes of cpu would be copied" in notes
-
-
-def test_a_new_key_of_such_a_function_asks_for_no_session(bench):
-    kernel, total = bench.kernel(MS, accumulate), torch.zeros(128)
-    tuned = bench.tune(lambda n: launch(kernel, torch.ones(n), total[:n]), **RACING)
-    with pytest.warns(UserWarning, match="in place"):
-        tuned(64)
-    tuned(128)
-    assert total.tolist() == [2.0] * 64 + [1.0] * 64
-    assert len(tuned.untuned) == 2
-
-
 @pytest.mark.parametrize(("n_warmup", "n_repeat", "is_found"), [(1, 1, True), (0, 2, True), (0, 1, False)])
 def test_runs_that_are_asked_for_are_compared_if_the_first_two_have_one_config(
     bench, n_warmup, n_repeat, is_found
@@ -139,12 +117,3 @@ def test_what_rounding_explains_is_no_work_in_place(bench):
     tuned = bench.tune(step, **RACING)
     tuned()
     assert winner(only(tuned.report)) == 32
-
-
-def test_settled_calls_copy_nothing(bench, monkeypatch):
-    kernel, out = bench.kernel(MS), torch.zeros(64)
-    tuned = bench.tune(lambda: launch(kernel, numbers(), out), **RACING)
-    tuned()
-    monkeypatch.setattr("dist_autotune.repeats.in_place.copy_of", None)
-    for _ in range(3):
-        tuned()

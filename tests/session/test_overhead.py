@@ -1,7 +1,6 @@
 """What the tuner costs: nothing between calls, little in settled ones. Times are printed, bounds wide."""
 
 import functools
-import inspect
 import os
 import statistics
 import subprocess
@@ -17,7 +16,6 @@ from kernels_for_tests import add, double, launch, numbers
 from triton.runtime.autotuner import Autotuner
 
 from dist_autotune import contextual_autotune
-from dist_autotune.triton_api.interception import INTERCEPTION
 
 CALLS_PROMISED = 48  # of a method: together 2.4 to 4.4 us on one machine, the promise is 4 us
 PROMISES_ALLOWED = 4.5  # of these; a settled call takes 1.1 to 1.9, as caches and neighbours stretch both
@@ -65,28 +63,6 @@ def test_the_first_call_installs_one_dispatcher_and_nothing_else_is_ever_patched
     assert ended.stdout == "ended\n", ended.stderr
 
 
-def assignments(monkeypatch: pytest.MonkeyPatch, function: Callable[[], Any]) -> int:
-    """Return how often `function` puts something at `Autotuner.run`."""
-    made, install = [], INTERCEPTION.install
-    monkeypatch.setattr(
-        INTERCEPTION, "install", lambda make: install(lambda top: made.append(top) or make(top))
-    )
-    function()
-    return len(made)
-
-
-@pytest.mark.parametrize("mode", ["replay", "online"])
-def test_ten_thousand_calls_assign_nothing_so_that_attribute_reads_stay_fast(bench, monkeypatch, mode):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()), mode=mode)
-    while not tuned.settled:
-        tuned()
-    kernel.fn.run = lambda *args, **kwargs: None
-    before = Autotuner.run
-    assert assignments(monkeypatch, lambda: [tuned() for _ in range(10_000)]) == 0
-    assert Autotuner.run is before
-
-
 def wrapper_of(run: Callable[..., Any], passed: list[Any]) -> Callable[..., Any]:
     def somebody_elses(self, *args, **kwargs):
         passed.append(self)
@@ -108,31 +84,6 @@ def test_what_others_put_on_top_stays_on_top(bench, monkeypatch):
     assert Autotuner.run is on_top
     assert len(passed) == 1 + 3
     assert (bench.blocks("add"), bench.blocks("double")) == ([32], [16, 32, 16])
-
-
-def test_a_wrapper_that_leads_past_the_dispatcher_is_called_by_it_for_what_passes_through(bench, monkeypatch):
-    bench.tune(lambda: None)()
-    passed = []
-    monkeypatch.setattr(Autotuner, "run", wrapper_of(stock_run(Autotuner.run), passed))
-    single, several = bench.kernel({16: 1.0}), bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda: (launch(single, numbers()), launch(several, numbers())))
-    tuned()
-    assert bench.blocks("add") == [16, 16, 16, 32, 16, 32]
-    assert passed == [single] * 3  # the kernel with one config, once per run
-
-
-def test_the_dispatcher_comes_back_where_stock_tritons_was_put_back(bench, kernel, monkeypatch):
-    bench.tune(lambda: None)()
-    monkeypatch.setattr(Autotuner, "run", stock_run(Autotuner.run))
-    bench.tune(lambda: launch(kernel, numbers()))()
-    assert bench.blocks() == [16, 32, 32]
-
-
-def stock_run(run: Any) -> Any:
-    """Return the function of Triton itself that dispatchers lead to."""
-    while getattr(run, "is_dispatcher", False):
-        run = inspect.getclosurevars(run).nonlocals["before"]
-    return run
 
 
 # ---- what a settled call costs

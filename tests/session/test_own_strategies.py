@@ -28,16 +28,6 @@ def test_a_strategy_is_told_the_time_so_far_and_inf_for_a_ban(bench):
 # ---- whose winner stands
 
 
-def test_a_tie_inside_the_noise_of_racing_goes_to_the_incumbent(bench):
-    options = {"search": "racing", "n_warmup": None, "n_repeat": None, "max_runs": 7}
-    tuned = bench.tuned({16: 1.005, 32: 1.0, 64: 3.0}, **options)
-    tuned()
-    assert (only(tuned.report).status, winner(only(tuned.report))) == ("partial", 32)
-    while not tuned.settled:
-        tuned()
-    assert winner(only(tuned.report)) == 32  # in one session 16, the first, would win
-
-
 def insists(candidates, *, n_warmup, n_repeat):
     for index in candidates:
         sent = yield index
@@ -52,12 +42,6 @@ def test_a_winner_that_is_banned_or_has_no_sample_is_replaced_by_the_best_known(
     tuned = bench.tune(lambda: launch(kernel, numbers()), search=insists)
     tuned()
     assert winner(only(tuned.report)) == 32
-
-
-def test_the_word_of_a_strategy_of_the_users_stands_where_times_are_equal(bench):
-    tuned = bench.tuned(dict.fromkeys(MS, 1.0), search=insists)
-    tuned()
-    assert winner(only(tuned.report)) == 64
 
 
 # ---- what a strategy may not do

@@ -43,13 +43,6 @@ def test_an_iterator_is_refused_by_its_name_before_the_function_runs(bench, make
     assert winner(only(tuned.report)) == 32
 
 
-@pytest.mark.parametrize("make", [lambda: iter(ones_of(64)), lambda: map(torch.clone, ones_of(64))])
-def test_an_iterator_is_used_up_by_the_one_run_of_an_online_call(bench, make):
-    kernel = bench.kernel(MS)
-    tuned = bench.tune(lambda batches: [launch(kernel, x) for x in batches], mode="online")
-    assert len(tuned(make())) == 2
-
-
 def test_a_settled_call_does_not_take_an_iterator_that_a_new_key_would_need_again(bench):
     kernel = bench.kernel(MS)
     tuned = bench.tune(lambda batches: [launch(kernel, x) for x in batches])

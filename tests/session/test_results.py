@@ -45,19 +45,6 @@ def test_a_config_of_the_users_own_in_the_cache_is_respected(bench):
     assert only(tuned.report).status == "cached"
 
 
-def test_a_provisional_result_is_used_but_not_respected(bench):
-    kernel = bench.kernel({16: 3.0, 32: 2.0, 64: 1.0}, do_bench=no_bench)
-    first = bench.tune(lambda: launch(kernel, numbers()), max_runs=3)
-    first()
-    assert only(first.report).status == "partial"
-    assert block_of(kernel.cache[KEY]) == 32
-    bench.forget()
-    second = bench.tune(lambda: launch(kernel, numbers()))
-    second()
-    assert bench.blocks() == [16, 32, 64, 64]
-    assert only(second.report).status == "tuned"
-
-
 def test_a_kernel_whose_results_triton_would_store_is_tuned_and_its_own_store_left_alone(bench, monkeypatch):
     monkeypatch.setattr(Autotuner, "check_disk_cache", no_bench)  # there stock Triton reads and writes them
     kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)

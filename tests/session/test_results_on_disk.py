@@ -15,8 +15,6 @@ from kernels_for_tests import (
 )
 
 from dist_autotune import CacheWarning
-from dist_autotune.storage import winners
-from dist_autotune.triton_api import interception
 
 
 def test_the_next_start_finds_the_winners(bench, tmp_cache):
@@ -34,32 +32,6 @@ def test_the_next_start_finds_the_winners(bench, tmp_cache):
     assert [(c.status, block_of(c.config), c.ms) for c in report.contexts] == [("cached", 32, 1.0)] * 2
     assert block_of(kernel.cache[KEY]) == 32
     assert len(entries(tmp_cache)) == 2
-
-
-def test_only_a_key_without_an_entry_looks_for_those_of_its_kernel_captured_or_not(bench, monkeypatch):
-    kernel, other = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 3.0, 32: 1.0}, double)
-    bench.tune(lambda: [launch(each, numbers(n)) for each in (kernel, other) for n in (64, 128)])()
-    bench.forget()
-    looked, read = [], []
-    spy_on(monkeypatch, winners, "_entry_files", lambda directory, kernel: looked.append(kernel))
-    spy_on(monkeypatch, winners, "read_bounded", lambda path, limit: read.append(path.name.split("-")[0]))
-    fresh = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda n: launch(fresh, numbers(n)))
-    with monkeypatch.context() as capturing:
-        capturing.setattr(interception, "is_capturing", lambda: True)
-        tuned(64)
-        assert (looked, read) == ([], ["add"])
-        tuned(32), tuned(32)
-    tuned(64)
-    assert bench.blocks() == [32] * 4  # 32: as its nearest tuned key
-    assert (looked, set(read)) == (["add"], {"add"})
-    assert tuned.report.runs == 1
-
-
-def spy_on(monkeypatch, owner, name, note):
-    """Have each call of a function noted, which goes on to it."""
-    function = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *args: note(*args) or function(*args))
 
 
 def test_a_directory_that_cannot_be_written_is_one_warning_and_tuning_works(bench, kernel, tmp_path):

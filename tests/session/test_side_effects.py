@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernels_for_tests import accumulate, launch, no_bench, numbers
+from kernels_for_tests import accumulate, launch, numbers
 from process_defaults import odd_defaults
-
-import dist_autotune.tuner.session
 
 # ---- hooks of stock benchmarking
 
@@ -144,21 +142,6 @@ def test_a_run_that_raises_leaves_exactly_its_own_effects(bench):
     with pytest.raises(RuntimeError, match="in the third run"):
         tuned()
     assert torch.equal(total, numbers())
-
-
-def test_settled_calls_copy_nothing_and_put_nothing_back(bench, kernel, monkeypatch):
-    weight = torch.zeros(1)
-
-    def step():
-        launch(kernel, numbers())
-        weight.add_(1)
-
-    tuned = bench.tune(step, preserve=[weight])
-    tuned()
-    monkeypatch.setattr(dist_autotune.tuner.session, "Snapshot", no_bench)
-    for _ in range(3):
-        tuned()
-    assert weight.item() == 4
 
 
 def step_of(kernel: Any, weight: torch.Tensor, drawn: list[Any]) -> Any:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from kernels_for_tests import grid_of, is_outside, launch, no_bench, numbers, out_of_resources
+from kernels_for_tests import is_outside, launch, no_bench, numbers, out_of_resources
 
 from dist_autotune import NotTuned, TuningError, WallClock, tunable
 
@@ -118,12 +118,6 @@ def test_a_captured_launch_that_is_not_tuned_is_an_error(bench, shipped, monkeyp
     assert bench.blocks() == [32]
 
 
-def test_compiling_only_is_no_launch(bench, kernel, strict):
-    strict()
-    tuned = bench.tune(lambda: kernel.run(numbers(), numbers(), 64, grid=grid_of(64), warmup=True))
-    assert tuned() == "compiled 16"
-
-
 def test_a_choice_of_the_host_that_is_not_tuned_is_an_error(bench, strict):
     thunk = bench.choosing("slices", {1: 2.0, 2: 1.0})
     bench.tune(thunk)(64)
@@ -142,17 +136,6 @@ def test_a_choice_of_the_host_that_memory_knows_needs_no_cache_and_is_not_forgot
     monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
     assert bench.tune(thunk, cache=False)(64) == 2
     assert tunable(name, [*ms], key=(64,)) == 2
-
-
-@pytest.mark.parametrize("mode", ["strict", "cached"])
-def test_a_choice_on_disk_counts_before_that_of_another_cache_in_memory(bench, monkeypatch, mode):
-    def tuned_to(fast, cache):
-        ms = {1: 2.0, 2: 2.0} | ({fast: 1.0} if fast else {})
-        return bench.tune(bench.choosing(f"slices of two caches, {mode}", ms), cache=cache)(64)
-
-    assert [tuned_to(fast, cache=f"cache-{fast}") for fast in (1, 2)] == [1, 2]
-    monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
-    assert [tuned_to(None, cache=f"cache-{fast}") for fast in (1, 2)] == [1, 2]
 
 
 def test_launches_outside_are_stocks(bench, strict):

@@ -4,7 +4,6 @@ import pytest
 from kernels_for_tests import launch, numbers
 
 from dist_autotune import tunable
-from dist_autotune.launch import tunable as choices
 
 
 def test_a_tunable_is_chosen_by_the_time_of_the_run_after_the_kernels(bench):
@@ -86,34 +85,3 @@ def test_options_that_python_takes_for_equal_are_told_apart(bench):
     assert [repr(tuned()), repr(tuned()), repr(tuned())] == ["True"] * 3
     assert repr(tunable("mixed", [1, 1.0, True])) == "True"
     assert repr(tunable("mixed", [0, 1])) == "0"
-
-
-# ---- what is made of answers
-
-
-def asking(name):
-    """Return the answers so far, what they take, and what asks and keeps what it has found."""
-    asked, ms = [], {1: 3.0, 2: 1.0, 4: 2.0}
-
-    def ask():
-        asked.append(tunable(name, [1, 2, 4]))
-        return asked[-1]
-
-    return asked, ms, choices.Standing(ask)
-
-
-def spending(bench, ms, standing):
-    def thunk():
-        bench.spend(ms[chosen := standing()])
-        return chosen
-
-    return thunk
-
-
-def test_another_result_is_followed_at_once(bench):
-    _, ms, standing = asking("followed")
-    tuned = bench.tune(spending(bench, ms, standing))
-    assert [tuned(), tuned(), tuned(), standing(), standing()] == [2] * 5
-    ms[4] = 0.5
-    tuned.retune()
-    assert [tuned(), tuned(), tuned(), standing(), standing()] == [4] * 5

@@ -21,29 +21,10 @@ from kernels_for_tests import (
 )
 
 from dist_autotune import is_tuning
-from dist_autotune.logs.records import Banned, RunFailed, RunStarted
-from dist_autotune.search.phases.pace import MOST_APART
+from dist_autotune.logs.records import Banned, RunFailed
 from dist_autotune.triton_api.interception import INTERCEPTION
 
 # ---- from the function
-
-
-def test_online_steps_that_raise_between_trials_are_counted_once(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-
-    def thunk(number):
-        launch(kernel, numbers())
-        if number % 5 == 4:
-            raise Mine("mine")
-
-    tuned = bench.tune(thunk, mode="online", overhead=0.01)
-    for number in range(100):
-        with contextlib.suppress(Mine):
-            tuned(number)
-    assert len(records(RunStarted)) < 80  # the other runs are between trials
-    report = tuned.report
-    assert report.runs == 100
-    assert 80 <= report.outlook.runs < report.runs + MOST_APART
 
 
 @pytest.mark.parametrize("failing_run", [0, 1, 2, 3])

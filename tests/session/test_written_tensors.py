@@ -9,11 +9,10 @@ import pytest
 import torch
 from kernels_for_tests import Mine, accumulate, launch, only, winner
 from thread_switches import beside, frequent_switches
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dist_autotune import TuningError
 from dist_autotune.launch import written_tensors
-from dist_autotune.triton_api.launch import Launch
+from dist_autotune.tuner import session
 
 MS = {16: 3.0, 32: 1.0, 64: 2.0}
 every_sign = pytest.mark.parametrize("sign", ["restore_value", "reset_to_zero"])
@@ -74,15 +73,6 @@ def test_what_a_run_has_allocated_is_left_as_that_run_made_it(bench):
     bench.tune(thunk)()
     assert len(outputs) == 4
     assert all(torch.equal(each, ones()) for each in outputs)
-
-
-def test_the_tensor_under_a_descriptor_is_put_back(bench):
-    kernel, y, written = in_place(bench), torch.zeros(8, 8), written_tensors.WrittenTensors()
-    written.begin_runs()
-    written.keep(Launch(kernel, (ones(), TensorDescriptor.from_tensor(y, [4, 4]), 64), {}))
-    y.fill_(7)
-    written.restore()
-    assert torch.equal(y, torch.zeros(8, 8))
 
 
 @pytest.mark.parametrize(
@@ -150,20 +140,23 @@ def test_a_new_key_beside_a_settled_kernel_is_tuned_by_runs_that_leave_nothing(b
 
 
 def test_settled_calls_copy_nothing(bench, monkeypatch):
-    kernel, y = in_place(bench), torch.zeros(64)
+    kernel, y, weight = in_place(bench), torch.zeros(64), torch.zeros(1)
     single = in_place(bench, ms={16: 1.0})
 
     def thunk():
         launch(kernel, ones(), y)
         launch(single, ones(), y)
+        weight.add_(1)
 
-    tuned = bench.tune(thunk)
+    tuned = bench.tune(thunk, preserve=[weight], n_warmup=None, n_repeat=None)
     tuned()
+    monkeypatch.setattr(session, "Snapshot", lambda *args: pytest.fail("a copy of what is preserved"))
     monkeypatch.setattr(torch.Tensor, "clone", lambda *args, **kwargs: pytest.fail("a copy"))
     monkeypatch.setattr(written_tensors, "_tensors", lambda: pytest.fail("a look at all tensors"))
     for _ in range(3):
         tuned()
     assert torch.equal(y, 8 * ones())
+    assert weight.item() == 4
 
 
 def test_no_memory_for_a_copy_is_told_and_bans_nothing(bench, monkeypatch):

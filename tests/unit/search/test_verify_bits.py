@@ -42,10 +42,6 @@ def banned(simulated, name):
     return {context.digests[index]: reason for index, (_, reason) in context.banned.items()}
 
 
-def same_bits(simulated):
-    return {name: context.same_bits for name, context in simulated.tuning.contexts.items()}
-
-
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
 def test_where_every_candidate_changes_bits_the_runs_are_bounded(count):
     contexts = named(*"abcdefgh"[:count])
@@ -63,13 +59,6 @@ def test_a_winner_that_changes_bits_gives_way_to_the_next_best():
     simulated.session()
     assert simulated.winners() == {"a": "a3", "b": "b3", "c": "c2", "d": "d3", "e": "e1"}
     assert banned(simulated, "c") == {"c3": "other bits than with the first config, in the outputs"}
-
-
-def test_check_says_of_each_winner_whether_the_outputs_are_the_same():
-    simulated = simulation(named(*"abcde"), Outputs(changing=["c2", "e2"]), bits="check")
-    simulated.session()
-    assert simulated.winners() == {name: f"{name}2" for name in "abcde"}
-    assert same_bits(simulated) == {"a": True, "b": True, "c": False, "d": True, "e": False}
 
 
 @pytest.mark.parametrize("run", range(9))

@@ -1,12 +1,10 @@
 """What keeps the stream busy while the host prepares a run: how long, when not, what it tells of hosts."""
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
-from kernels_for_tests import block_of, only
-from virtual_gpu import LAUNCH_MS, VirtualGpu, VirtualGpus, autotuned
+from virtual_gpu import LAUNCH_MS, VirtualGpu, VirtualGpus
 
 from dist_autotune import EventClock
 from dist_autotune.timing.stream_filler import FIRST_MS, LATE_SHARE, LONGEST_MS, StreamFiller
@@ -104,48 +102,3 @@ def test_a_rank_that_compiles_behind_its_first_run_is_late_by_that(gpu, waits):
     assert compiled[1] == pytest.approx(300.0, abs=2 * FIRST_MS)
     found = [run(gpu, filler, 0.2, waits=waits, compiled_ms=each) for each in (0.0, 0.01, 300.0)]
     assert found == [0.0, 0.0, pytest.approx(300.0, abs=2 * FIRST_MS)]
-
-
-# ---- in a session
-
-
-def waiting_for_a_late_peer(gpus: VirtualGpus, late_runs: set[int]) -> list[Any]:
-    """Tune a kernel that waits for a copy of the peer's; in some runs the second rank's host is late for it.
-
-    Returns what each rank has found, and the samples of the first rank's kernel.
-    """
-    ms = {16: 0.30, 32: 0.20, 64: 0.25}
-
-    def program(gpu: VirtualGpu) -> tuple[Any, list[float]]:
-        side, runs, commands = torch.cuda.Stream(), itertools.count(), []
-        peers: list[Any] = []
-        kernel = autotuned(ms, lambda block: commands.append(gpu.launch(peers[-1], ms[block])))
-
-        def step() -> None:
-            number = next(runs)
-            peers.append(gpus.flag(number, 1 - gpu.rank))
-            side.wait_stream(torch.cuda.current_stream())
-            if gpu.rank == 1 and number in late_runs:
-                gpu.pass_ms(30.0)
-            with torch.cuda.stream(side):
-                gpu.launch(0.05, sets=gpus.flag(number, gpu.rank))
-            kernel[(1,)](0, 0, 64)
-            torch.cuda.current_stream().wait_stream(side)
-
-        tuned = gpus.tuned(step)
-        tuned()
-        return tuned.report, [command.ms for command in commands]
-
-    return gpus.run(program)
-
-
-def test_a_rank_whose_host_is_late_makes_intervals_of_the_samples_of_all_ranks(monkeypatch):
-    """Racing three: 0 to 2 are warm-ups, 3 to 5 samples, then 64, 32, 16 again. 32 is late three times."""
-    late = {1, 4, 7}
-    gpus = VirtualGpus(2).install(monkeypatch)
-    (zero, waited_ms), (one, _) = waiting_for_a_late_peer(gpus, late)
-    assert {number for number, ms in enumerate(waited_ms) if ms > 10} == late  # on the rank that was in time
-    assert [block_of(only(report).config) for report in (zero, one)] == [32, 32]
-    assert only(zero).timings == only(one).timings
-    assert not only(zero).launch_bound
-    assert only(zero).ms == pytest.approx(0.25, abs=0.06)
