@@ -17,7 +17,6 @@ from operations import factors
 from dist_autotune import TuningError, contextual_autotune
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
-from dist_autotune.timing.stream_filler import CYCLES_PER_MS
 from ranks import assert_killed, describe, meet
 
 pytestmark = pytest.mark.gpu(devices=2)
@@ -67,41 +66,6 @@ def test_a_config_that_does_not_fit_one_of_the_devices_is_banned_on_both(backend
             reason.startswith("rank 1: OutOfResources: out of resource: shared memory") for reason in reasons
         )
     assert first[1:] == second[1:]
-
-
-# ---- what a sample times
-
-LATE_MS = 0.3
-
-
-def agreed_beside_a_late_peer(rank: int, late_ms: float) -> float:
-    """Return the agreed time of the GEMM that waits; rank 1 comes to each call so much later."""
-    torch.manual_seed(rank)
-    all_gather_gemm.configs = CANDIDATES[:3]
-    sms = torch.cuda.get_device_properties(rank).multi_processor_count
-    fixed = {"consumer": "plain", "pieces": 1, "programs": sms, "backend": "torch"}
-    with AllGatherGemm(1024, 4096, torch.bfloat16, timeout_s=60.0, **fixed) as op:
-        a_shard, weight = factors(1024, 2048, 4096, torch.bfloat16)
-
-        @tune(n_warmup=2, n_repeat=9)
-        def step() -> None:
-            if rank == 1 and late_ms:
-                torch.cuda._sleep(int(late_ms * CYCLES_PER_MS))
-            op(a_shard, weight)
-
-        step()
-    (context,) = step.report.contexts
-    return float(min(context.timings.values()))
-
-
-@pytest.mark.gpu(devices=2, alone=True)  # times are compared
-def test_the_agreed_time_of_a_kernel_that_waits_holds_how_late_the_peer_is() -> None:
-    in_time, late = (values(agreed_beside_a_late_peer, 2, ms, timeout_s=240) for ms in (0.0, LATE_MS))
-    assert in_time[0] == in_time[1]
-    assert late[0] == late[1]
-    assert (
-        0.8 * LATE_MS <= late[0] - in_time[0] <= 1.6 * LATE_MS
-    )  # of a sleep by cycles, at lower clocks longer
 
 
 # ---- a rank dies while the other's kernel waits for it

@@ -417,4 +417,21 @@ class Reducing(DenseRuns):
             op._ways._ballots.agree = lambda key, way, terms: way  # the peer is lost behind its ballot
 
 
+class OneSum(Reducing):
+    """One sum: of two a GPU's host may hear of the first alone, and its peer wait for the second."""
+
+    def call(self, op, operands, out, rows, *, told=True):
+        a, weight, *_ = operands
+        op(a, weight, out[0])
+        return out
+
+    def error_ratio(self, out, a, weight, *others, group=None):
+        return reduce_error_ratio(out[0], a, weight, group)
+
+    def own_error_ratio(self, out, a, weight, *others):
+        """Return the error of this rank's result, whether or not its peers have theirs."""
+        wanted, magnitude = sum_of_ranks(a, weight)
+        return ratio(out[0], wanted, torch.finfo(out[0].dtype).eps * magnitude)
+
+
 REDUCING = {way: Reducing(way) for way in (None, *WAYS_OF_REDUCING)}

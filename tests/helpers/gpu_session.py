@@ -1,8 +1,8 @@
 """A pytest session on GPUs: many tests at once, each with a time limit, all within nine minutes.
 
 The process that has collected the tests has imported torch, and never starts CUDA. It forks a process for
-each test, or for a few of one function, with the devices that `gpu_schedule` gives it; its ranks are forks of
-it. So a kernel that hangs costs its test alone, and nothing is imported twice. Triton's cache is one for all.
+each test, whose ranks are forks of it: a kernel that hangs costs its test alone, and nothing is imported
+twice. Triton's cache is one for all. Tests marked `alone` come last and have their devices for themselves.
 
 A test that fails beside others runs once more, alone; the second end counts. What has not run at the end of
 the session is named, and makes it fail.
@@ -14,7 +14,6 @@ import collections
 import contextlib
 import ctypes
 import faulthandler
-import gc
 import json
 import os
 import signal
@@ -28,11 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_schedule import SECONDS, Placed, Schedule, jobs_at_once, jobs_of, part_of
 from process_states import TELL_S, let_them_tell, status_of
 
 LIMIT_S = 540.0  # of the session
 TEST_LIMIT_S = 150.0  # of a test; `run_ranks` ends ranks sooner, and tells where they stood
+SECONDS = 6.0  # what a test is reckoned to take of which nothing is known
+MOST_ON_DEVICE = 14  # tests that share a device: nearly all of their time is that of a core
+MOST_SPANNING = (
+    0.5  # of those may span devices: a kernel that waits for a peer needs its turn on both at once
+)
+MOST_RESERVED = 0.25  # of the session, for tests that run alone
 POLL_S = 0.01
 PR_SET_PDEATHSIG = 1  # prctl(2): the signal a process gets when its parent dies
 SLOWEST = 10
@@ -58,27 +62,21 @@ def devices_needed(item: pytest.Item) -> int:
     return int(mark_of(item).get("devices", 0))
 
 
-@dataclass
-class Running:
-    """A process that runs the tests of a job, and what it has told so far."""
+@dataclass(eq=False)
+class Test:
+    """A test, the process that runs it, and how it has ended."""
 
-    placed: Placed[int]  # of indices of items
-    pid: int
-    told: Path  # lines of JSON
-    log: Path  # stdout, stderr and where it stood at its limit
-    began: float
-    read: int = 0  # bytes of `told`
-    current: int | None = None  # the item that runs
-    current_began: float = 0.0
-    done: list[int] = field(default_factory=list)
-
-
-@dataclass
-class Ended:
-    """How a test ended."""
-
-    reports: list[pytest.TestReport]
-    seconds: float
+    item: pytest.Item
+    devices: int
+    is_alone: bool
+    expected_s: float
+    limit_s: float
+    on: list[int] = field(default_factory=list)  # the devices that it has
+    pid: int = 0
+    began: float = 0.0
+    seconds: float = 0.0
+    reports: list[pytest.TestReport] = field(default_factory=list)  # empty: it has not ended
+    before: str = ""  # why it failed beside others
 
     @property
     def failed(self) -> bool:
@@ -86,9 +84,8 @@ class Ended:
 
     @property
     def outcome(self) -> str:
-        if self.failed:
-            return "failed"
-        return "skipped" if any(report.skipped for report in self.reports) else "passed"
+        is_skipped = any(report.skipped for report in self.reports)
+        return "failed" if self.failed else "skipped" if is_skipped else "passed"
 
 
 class GpuSession:
@@ -98,29 +95,36 @@ class GpuSession:
         self.config, self.devices = config, devices
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         self.names = visible.split(",") if visible else [str(index) for index in range(devices)]
-        self.limit_s, self.test_limit_s = config.option.limit_s, config.option.test_limit_s
-        self.started = time.monotonic()
-        self.results: dict[int, Ended] = {}
-        self.before: dict[int, Ended] = {}  # tests that failed beside others and run once more
+        self.limit_s, self.started = config.option.limit_s, time.monotonic()
+        per_device = 7 * len(os.sched_getaffinity(0)) // (8 * devices)
+        self.at_once = config.option.at_once or max(1, min(MOST_ON_DEVICE, per_device))
+        self.tests: list[Test] = []
+        self.waiting: list[Test] = []
+        self.running: list[Test] = []
         self.stuck: list[int] = []  # processes that no signal ends
-        self.items: list[pytest.Item] = []
         self.directory = Path(tempfile.mkdtemp(prefix="gpu-session-"))
 
     # ---- pytest's hooks
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        if self.config.option.part:
+        if part := self.config.option.part:
             try:
-                items[:] = part_of(items, self.config.option.part)
-            except ValueError as error:
-                raise pytest.UsageError(str(error)) from None
+                index, parts = map(int, part.split("/"))
+            except ValueError:
+                index, parts = 0, 0
+            if not 1 <= index <= parts:
+                raise pytest.UsageError(f"part {part!r}: expected i/n with i of 1 to n, such as 1/2")
+            items[:] = items[index - 1 :: parts]  # so that the parts take about as long
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         if session.config.option.collectonly:
             return None
-        self.items = session.items
+        self.tests = list(map(self._test_of, session.items))
+        self.waiting = sorted(self.tests, key=lambda test: (-test.devices, -test.expected_s))
+        with contextlib.suppress(AttributeError):
+            self.config._tmp_path_factory.getbasetemp()  # one for all processes
         with self._output_of_its_own():
             self._run(session)
         return True
@@ -131,194 +135,169 @@ class GpuSession:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        say = terminalreporter.write_line
-        ended = sorted(self.results, key=lambda index: -self.results[index].seconds)
-        if not ended and not self.left():
+        say, ended, left = terminalreporter.write_line, [t for t in self.tests if t.reports], self.left()
+        if not self.tests:
             return
         terminalreporter.section("GPU session")
         say(f"slowest {min(SLOWEST, len(ended))}:")
-        for index in ended[:SLOWEST]:
-            say(f"  {self.results[index].seconds:6.1f} s  {self._name(index)}")
-        if passed := [index for index in self.before if not self.results[index].failed]:
-            say(f"failed beside others, passed alone: {len(passed)}")
-            for index in passed:
-                say(f"  {self._name(index)}: {_reason(self.before[index].reports)}")
-        if failed := [index for index in self.results if self.results[index].failed]:
-            say(f"failed: {len(failed)}")
-            for index in failed:
-                say(f"  {self._name(index)}: {_reason(self.results[index].reports)}")
-        if left := self.left():
+        for test in sorted(ended, key=lambda test: -test.seconds)[:SLOWEST]:
+            say(f"  {test.seconds:6.1f} s  {test.item.nodeid}")
+        for title, tests in {
+            "failed beside others, passed alone": [t for t in ended if t.before and not t.failed],
+            "failed": [t for t in ended if t.failed],
+        }.items():
+            say(f"{title}: {len(tests)}")
+            for test in tests:
+                say(f"  {test.item.nodeid}: {_reason(test.reports) or test.before}")
+        if left:
             say(f"not run in {self.limit_s:g} s: {len(left)}; --part runs some of them")
-            for name, count in collections.Counter(self._name(index) for index in left).items():
-                say(f"  {name}" + (f" ({count})" if count > 1 else ""))
+            for name in left:
+                say(f"  {name}")
         if self.stuck:
             say(f"processes that no signal ends: {', '.join(map(str, self.stuck))}")
-        outcomes = collections.Counter(each.outcome for each in self.results.values())
-        total = time.monotonic() - self.started
-        counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
-        say(f"{counts or 'nothing ran'}; {len(left)} not run; {self.devices} devices, {total:.0f} s")
+        counts = sorted(collections.Counter(test.outcome for test in ended).items())
+        text = ", ".join(f"{count} {outcome}" for outcome, count in counts) or "nothing ran"
+        took_s = time.monotonic() - self.started
+        say(f"{text}; {len(left)} not run; {self.devices} devices, {took_s:.0f} s")
 
-    def left(self) -> list[int]:
-        """Return the tests that have no result."""
-        return [index for index in range(len(self.items)) if index not in self.results]
+    def left(self) -> list[str]:
+        """Return the names of tests that have no result."""
+        return [test.item.nodeid for test in self.tests if not test.reports]
+
+    # ---- which test begins when, and on which devices
+
+    def _test_of(self, item: pytest.Item) -> Test:
+        mark = mark_of(item)
+        seconds, limit_s = mark.get("seconds", SECONDS), mark.get("limit_s", self.config.option.test_limit_s)
+        return Test(item, devices_needed(item), mark.get("alone", False), float(seconds), float(limit_s))
+
+    def _next(self) -> Test | None:
+        """Return a test that can begin, with its devices; None: nothing can before something ends."""
+        shared, alone = ([t for t in self.waiting if t.is_alone is is_alone] for is_alone in (False, True))
+        alone_s = sum(test.expected_s * test.devices / self.devices for test in alone)
+        reserved_s = min(alone_s, MOST_RESERVED * self.limit_s)
+        if alone and time.monotonic() - self.started > self.limit_s - reserved_s:
+            shared = []
+        for test in (*shared, *alone):
+            free = self._free(test, bool(shared))
+            if len(free) >= test.devices:
+                test.on = sorted(free[: test.devices])
+                return test
+        return None
+
+    def _free(self, test: Test, others_wait: bool) -> list[int]:
+        """Return the devices that have room for the test, the emptiest first."""
+        on = [[each for each in self.running if device in each.on] for device in range(self.devices)]
+        spanning = sum(each.devices > 1 for each in self.running)
+        if test.devices > 1 and spanning >= max(1, MOST_SPANNING * self.at_once):
+            return []
+
+        def has_room(tests: list[Test]) -> bool:
+            if test.is_alone:
+                return not tests and not others_wait
+            return len(tests) < self.at_once and not any(each.is_alone for each in tests)
+
+        free = [device for device, tests in enumerate(on) if has_room(tests)]
+        return sorted(free, key=lambda device: len(on[device]))
 
     # ---- the loop
 
     def _run(self, session: pytest.Session) -> None:
-        tests = [
-            (
-                index,
-                getattr(item, "function", item),
-                devices_needed(item),
-                mark_of(item).get("alone", False),
-                float(mark_of(item).get("seconds", SECONDS)),
-            )
-            for index, item in enumerate(self.items)
-        ]
-        cores = len(os.sched_getaffinity(0))
-        at_once = self.config.option.at_once or jobs_at_once(cores, self.devices)
-        self.schedule = Schedule(jobs_of(tests), self.devices, at_once, self.limit_s)
-        self.running: list[Running] = []
-        with contextlib.suppress(AttributeError):
-            self.config._tmp_path_factory.getbasetemp()  # one for all processes
         try:
-            while (self.schedule.jobs or self.running) and not (session.shouldfail or session.shouldstop):
-                now = time.monotonic()
-                if now - self.started > self.limit_s:
+            while (self.waiting or self.running) and not (session.shouldfail or session.shouldstop):
+                if time.monotonic() - self.started > self.limit_s:
                     break
-                while placed := self.schedule.begin(now - self.started):
-                    self._start(placed)
-                for each in list(self.running):
-                    self._look_after(each)
+                while test := self._next():
+                    self.waiting.remove(test)
+                    self._start(test)
+                for test in list(self.running):
+                    self._look_after(test)
                 time.sleep(POLL_S)
         finally:
-            for each in self.running:
-                self._read(each)
-                self._kill(each)
-            for index, ended in self.before.items():
-                if index not in self.results:  # there was no time for it alone
-                    self._count(index, ended)
+            for test in self.running:
+                self._kill(test)
+            for test in self.tests:
+                if test.before and not test.reports:
+                    test.reports = [self._failure(test, test.before)]  # there was no time for it alone
+                    self._tell(test)
 
-    def _start(self, placed: Placed[int]) -> None:
-        number = placed.job.tests[0]
-        told, log = (self.directory / f"{number}-{time.monotonic_ns()}.{end}" for end in ("jsonl", "log"))
-        told.touch()
-        log.touch()
+    def _path(self, test: Test, end: str) -> Path:
+        return self.directory / f"{self.tests.index(test)}{'-again' if test.before else ''}.{end}"
+
+    def _start(self, test: Test) -> None:
+        self._path(test, "log").touch()
         sys.stdout.flush()
         sys.stderr.flush()
-        pid = os.fork()
-        if pid == 0:
+        test.began, test.pid = time.monotonic(), os.fork()
+        if test.pid == 0:
             try:
-                self._become(placed, told, log)
+                self._become(test)
             except BaseException:
                 traceback.print_exc()
             finally:
                 os._exit(70)
-        self.running.append(Running(placed, pid, told, log, time.monotonic()))
+        self.running.append(test)
 
-    def _look_after(self, process: Running) -> None:
-        """Take what a process has told; end it at its test's limit; when it has ended, let its devices go."""
-        pid, status = os.waitpid(process.pid, os.WNOHANG)
-        self._read(process)
-        began = process.current_began or process.began
-        if not pid:
-            if time.monotonic() - began <= self._limit_s(process.current):
-                return
-            let_them_tell({process.pid: process.log})
-            self._read(process)
-            if not self._kill(process):
-                self.stuck.append(process.pid)
-        left = [index for index in process.placed.job.tests if index not in process.done]
-        if left:  # or it was killed between its last test and its end
-            process.current = left.pop(0)
-            self._lost(process, os.waitstatus_to_exitcode(status) if pid else None)
-        self.running.remove(process)
-        self.schedule.end(process.placed, left)
-
-    def _limit_s(self, index: int | None) -> float:
-        mark = {} if index is None else mark_of(self.items[index])
-        return float(mark.get("limit_s", self.test_limit_s))
-
-    def _read(self, process: Running) -> None:
-        with process.told.open("rb") as file:
-            file.seek(process.read)
-            lines = file.read()
-        lines = lines[: lines.rfind(b"\n") + 1]
-        process.read += len(lines)
-        for line in lines.splitlines():
-            told = json.loads(line)
-            if told["what"] == "begins":
-                process.current, process.current_began = told["test"], time.monotonic()
-            else:
-                reports = [
-                    self.config.hook.pytest_report_from_serializable(config=self.config, data=data)
-                    for data in told["reports"]
-                ]
-                self._ended(process, told["test"], reports, told["seconds"])
-
-    def _lost(self, process: Running, code: int | None) -> None:
-        """Report the test that its process has not ended."""
-        index, item = process.current, self.items[process.current]
-        seconds = time.monotonic() - (process.current_began or process.began)
-        if code is None:
-            why = f"took longer than {self._limit_s(index):g} s; its process was killed"
+    def _look_after(self, test: Test) -> None:
+        """Take the reports of a process that has ended; end it at its test's limit."""
+        pid, status = os.waitpid(test.pid, os.WNOHANG)
+        test.seconds = time.monotonic() - test.began
+        if not pid and test.seconds <= test.limit_s:
+            return
+        why = f"took longer than {test.limit_s:g} s; its process was killed"
+        if pid:
+            code = os.waitstatus_to_exitcode(status)
+            name = signal.Signals(-code).name if code < 0 else ""
+            why = f"its process was ended by {name}" if name else f"exit code {code}"
         else:
-            why = (
-                f"its process was ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            )
-        log = process.log.read_text(errors="replace")[-6000:]
-        report = pytest.TestReport(
-            nodeid=item.nodeid,
-            location=item.location,
-            keywords={},
-            outcome="failed",
-            longrepr=f"{why}\n{log}".rstrip(),
-            when="call",
-            duration=seconds,
-        )
-        self._ended(process, index, [report], seconds)
-
-    def _ended(self, process: Running, index: int, reports: list[pytest.TestReport], seconds: float) -> None:
-        process.current, process.current_began = None, time.monotonic()
-        process.done.append(index)
-        placed = process.placed
-        ended = Ended(reports, seconds)
-        was_alone = placed.job.is_alone or self.schedule.at_once == 1
-        if ended.failed and not was_alone and index not in self.before:
-            self.before[index] = ended
-            self.schedule.again(index, placed.job.devices, seconds)
+            let_them_tell({test.pid: self._path(test, "log")})
+            if not self._kill(test):
+                self.stuck.append(test.pid)
+        self.running.remove(test)
+        if (path := self._path(test, "json")).exists():
+            load = self.config.hook.pytest_report_from_serializable
+            test.reports = [load(config=self.config, data=data) for data in json.loads(path.read_text())]
         else:
-            self._count(index, ended)
+            log = self._path(test, "log").read_text(errors="replace")[-6000:]
+            test.reports = [self._failure(test, f"{why}\n{log}".rstrip())]
+        if test.failed and not (test.is_alone or test.before or self.at_once == 1):
+            test.before, test.reports, test.is_alone = _reason(test.reports), [], True
+            self.waiting.append(test)
+        else:
+            self._tell(test)
 
-    def _count(self, index: int, ended: Ended) -> None:
-        self.results[index] = ended
-        for report in ended.reports:
+    def _tell(self, test: Test) -> None:
+        for report in test.reports:
             self.config.hook.pytest_runtest_logreport(report=report)
 
-    def _kill(self, process: Running) -> bool:
-        """End the process with all that it has started; return whether it has ended."""
-        for pid in [process.pid, *_descendants(process.pid)]:
+    def _failure(self, test: Test, text: str) -> pytest.TestReport:
+        item, outcome = test.item, {"outcome": "failed", "when": "call", "duration": test.seconds}
+        return pytest.TestReport(item.nodeid, item.location, {}, longrepr=text, **outcome)
+
+    def _kill(self, test: Test) -> bool:
+        """End the test's process with all that it has started; return whether it has ended."""
+        for pid in [test.pid, *_descendants(test.pid)]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         until = time.monotonic() + TELL_S
         while time.monotonic() < until:
             with contextlib.suppress(ChildProcessError):
-                if os.waitpid(process.pid, os.WNOHANG)[0] == 0:
+                if os.waitpid(test.pid, os.WNOHANG)[0] == 0:
                     time.sleep(POLL_S)
                     continue
             return True
         return False
 
-    # ---- in the process of a job
+    # ---- in the process of a test
 
-    def _become(self, placed: Placed[int], told: Path, log: Path) -> None:
+    def _become(self, test: Test) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        output = os.open(self._path(test, "log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
         faulthandler.register(signal.SIGUSR1, file=output)
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.names[device] for device in placed.devices)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.names[device] for device in test.on)
         plugins, capture = self.config.pluginmanager, self.config.pluginmanager.getplugin("capturemanager")
         for name in ("terminalreporter", "logxml"):
             if plugins.has_plugin(name):
@@ -331,29 +310,13 @@ class GpuSession:
             capture.start_global_capturing()
         reports = Reports()
         plugins.register(reports)
-        with told.open("a", buffering=1) as file:
-            for index in placed.job.tests:
-                self._run_one(index, reports, file)
+        self.config.hook.pytest_runtest_protocol(item=test.item, nextitem=None)
+        save = self.config.hook.pytest_report_to_serializable
+        data = [save(config=self.config, report=report) for report in reports.kept]
+        path = self._path(test, "part")
+        path.write_text(json.dumps(data, default=str))
+        path.replace(self._path(test, "json"))
         os._exit(0)
-
-    def _run_one(self, index: int, reports: Reports, file: Any) -> None:
-        item = self.items[index]
-        reports.kept.clear()
-        file.write(json.dumps({"what": "begins", "test": index}) + "\n")
-        began = time.monotonic()
-        self.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
-        data = [
-            self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
-            for report in reports.kept
-        ]
-        seconds = time.monotonic() - began
-        file.write(
-            json.dumps({"what": "ended", "test": index, "seconds": seconds, "reports": data}, default=str)
-            + "\n"
-        )
-        gc.collect()  # what holds device memory
-
-    # ---- output
 
     @contextlib.contextmanager
     def _output_of_its_own(self) -> Iterator[None]:
@@ -368,9 +331,6 @@ class GpuSession:
             yield
         finally:
             capture.resume_global_capture()
-
-    def _name(self, index: int) -> str:
-        return self.items[index].nodeid
 
 
 class Reports:

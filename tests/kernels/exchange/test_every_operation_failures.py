@@ -21,7 +21,7 @@ from dense_runs import (
     SCATTERING_SUMS,
     STORING_SUMS,
     GatheringRows,
-    Reducing,
+    OneSum,
 )
 from every_operation import EVERY, EXPERTS, OF_ONE_WAY, each
 from expert_runs import STORING_CHOSEN
@@ -61,15 +61,6 @@ def rows_of_scatter(rank, peer, rows):
 
 def rows_of_gather(rank, peer, rows):
     return f"rank {peer} pushed {rows} rows"
-
-
-class OneSum(Reducing):
-    """One call: a GPU's host may hear of the first before a second, for which its peer would wait."""
-
-    def call(self, op, operands, out, rows, *, told=True):
-        a, weight, *_ = operands
-        op(a, weight, out[0])
-        return out
 
 
 OTHER_ROWS = {

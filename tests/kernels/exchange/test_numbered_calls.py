@@ -11,16 +11,12 @@ import time
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from dense_runs import (
     GATHERING_BY_MAIL,
     GATHERING_BY_STORES,
     STORING_SUMS,
-    Reducing,
-    ratio,
-    reduce_error_ratio,
-    sum_of_ranks,
+    OneSum,
 )
 from every_operation import EVERY, EXPERTS, WITH_COLLECTIVES
 from expert_runs import STORING_CHOSEN
@@ -32,22 +28,6 @@ from dist_autotune.kernels.gemm_ar.ways import WAYS
 ROWS, K, N = 8, 16, 16
 RIGHT = "nothing was raised"
 PROMPT_S = 30.0  # far below the 300 s that a kernel, and 120 s that a test, waits
-
-
-class OneSum(Reducing):
-    """One call of a sum."""
-
-    def call(self, op, operands, out, rows, *, told=True):
-        a, weight, *_ = operands
-        op(a, weight, out[0])
-        return out
-
-    def error_ratio(self, out, a, weight, *others, group=None):
-        return reduce_error_ratio(out[0], a, weight, group)
-
-    def own_error_ratio(self, out, a, weight, *others):
-        wanted, magnitude = sum_of_ranks(a, weight)
-        return ratio(out[0], wanted, torch.finfo(out[0].dtype).eps * magnitude)
 
 
 OPERATIONS = {name: (runs, {}) for name, runs in EVERY.items() if name != "GemmAllReduce"}
