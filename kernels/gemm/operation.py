@@ -30,6 +30,7 @@ from ..epilogues import (
     result_columns,
     sums_of_a_result,
 )
+from ..launches.settled import TunedKernel, TunedLaunch
 from ..matrices import LINE_BYTES
 from ..products import multiply
 from ..tensors import (
@@ -154,7 +155,7 @@ def _plan(
             raise ValueError(
                 f"a is on {a.device}; move it to a GPU, or set TRITON_INTERPRET=1 before Triton is imported"
             )
-        return functools.partial(_run_plain, scheduler, programs or INTERPRETED_PROGRAMS), apart
+        return _plan_plain(a, b, out, activation, scheduler, programs or INTERPRETED_PROGRAMS), apart
     if a.dtype == FP8:
         check_fp8(a.device)
     major, sms = _device(a.device)
@@ -163,7 +164,7 @@ def _plan(
         plan = plan_launch(a, b, out, variant, programs, activation, tensor_memory=major == 10)
         if plan is not None:
             return functools.partial(execute, plan), apart
-    return functools.partial(_run_plain, scheduler, programs), apart
+    return _plan_plain(a, b, out, activation, scheduler, programs), apart
 
 
 def _is_on_gpu(tensor: torch.Tensor) -> bool:
@@ -186,22 +187,28 @@ def _write_sums_of_nothing(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, 
     out.copy_(epilogue.of(a.new_zeros((a.shape[0], b.shape[1]), dtype=torch.float32)))
 
 
-def _run_plain(
-    scheduler: str, programs: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue
-) -> None:
+def _plan_plain(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, activation: str | None, scheduler: str, programs: int
+) -> Run:
+    """Return the launches of the body in plain Triton, for tensors that lie as these."""
     rows, columns = a.shape[0], b.shape[1]
     if scheduler == "auto":
         scheduler = "chiplet" if torch.version.hip else "grouped"
 
-    def grid(meta: dict[str, int]) -> tuple[int]:
-        return (min(programs, triton.cdiv(rows, meta["BLOCK_M"]) * triton.cdiv(columns, meta["BLOCK_N"])),)
+    def grid(meta: dict[str, Any]) -> tuple[int, int, int]:
+        tiles = triton.cdiv(rows, meta["BLOCK_M"]) * triton.cdiv(columns, meta["BLOCK_N"])
+        return min(programs, tiles), 1, 1
 
     sizes = (rows, columns, a.shape[1], *a.stride(), *b.stride(), *out.stride())
     upcasts = INTERPRETED and a.dtype != torch.float16
     constants = {"SCHEDULE": scheduler, "CHIPLETS": CHIPLETS, "UPCAST": upcasts}
-    constants["ACTIVATION"] = epilogue.activation or NO_ACTIVATION
-    vectors = (epilogue.scale_a, epilogue.scale_b, epilogue.bias)
-    plain_gemm[grid](a, b, out, *sizes, programs, class_of_rows(rows), *vectors, **constants)
+    constants["ACTIVATION"] = activation or NO_ACTIVATION
+    launch = TunedLaunch(_KERNEL, grid, constants, numbers=(*sizes, programs, class_of_rows(rows)))
+
+    def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue) -> None:
+        launch((), (a, b, out, epilogue.scale_a, epilogue.scale_b, epilogue.bias), ())
+
+    return run
 
 
 # ---- checks of arguments
@@ -295,6 +302,9 @@ def plain_gemm(
     a_ptr,
     b_ptr,
     c_ptr,
+    row_scale_ptr,  # float32 [M], or None
+    column_scale_ptr,  # float32 [N], or None
+    bias_ptr,  # [N], or None
     M,
     N,
     K,
@@ -306,9 +316,6 @@ def plain_gemm(
     stride_cn,
     programs,  # the most that run at once; for the key of the tuning
     m_class,  # of M, see `configs`; for the key of the tuning
-    row_scale_ptr,  # float32 [M], or None
-    column_scale_ptr,  # float32 [N], or None
-    bias_ptr,  # [N], or None
     SCHEDULE: tl.constexpr,
     CHIPLETS: tl.constexpr,
     UPCAST: tl.constexpr,  # the interpreter has no arithmetic in bfloat16 and fp8
@@ -355,6 +362,9 @@ def plain_gemm(
         tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=inside)
         visit += 1
         number = _number(visit, tiles, SCHEDULE, CHIPLETS)
+
+
+_KERNEL = TunedKernel(plain_gemm)
 
 
 @triton.jit

@@ -82,7 +82,7 @@ def on_gpu(device, monkeypatch) -> Any:
     monkeypatch.setattr(operation, "_device", lambda device: (9, 132))
     monkeypatch.setattr(operation, "_PLANS", {})
     monkeypatch.setattr(operation, "plan_launch", noted)
-    monkeypatch.setattr(operation, "_run_plain", lambda *args: None)
+    monkeypatch.setattr(operation, "_plan_plain", lambda *_: lambda *_: None)
     return found
 
 

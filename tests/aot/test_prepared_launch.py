@@ -84,7 +84,7 @@ def plain_value(value: Any) -> Any:
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     made = Device()
     monkeypatch.setattr(loading, "allocate_scratch", made.allocate)
-    with active(monkeypatch, made, [launching.tuned_gemm.fn, STAMPED.kernel.fn]):
+    with active(monkeypatch, made, [launching.tuned_gemm.fn, operation.plain_gemm.fn, STAMPED.kernel.fn]):
         yield made
 
 
@@ -127,6 +127,7 @@ PRODUCTS = {  # m, n and k, options of the call
     "descriptors": ((512, 512, 512), {}),
     "a bias at an odd address": ((512, 512, 512), {"bias": torch.zeros(513)[1:]}),
     "copies": ((250, 333, 67), {}),
+    "plain": ((250, 333, 67), {"activation": "gelu", "bias": torch.zeros(333)}),
 }
 
 
@@ -136,10 +137,12 @@ def product(monkeypatch: pytest.MonkeyPatch, name: str) -> Callable[[], Any]:
     tuner, room_for = launching.tuned_gemm, functools.cache(copies.room_for)  # the same memory in each call
     cooperative = [config for config in tuner.configs if config.kwargs["VARIANT"] == "cooperative"]
     leave(monkeypatch, launching, tuner, cooperative[:1], blocks_of)
+    leave(monkeypatch, operation, operation.plain_gemm, operation.plain_gemm.configs[:1])
+    major = 8 if name == "plain" else 9
     on_gpu = {"_is_on_gpu": lambda tensor: True, "_on": lambda device: contextlib.nullcontext()}
     changes: dict[Any, dict[str, Any]] = {
         launching: {"copies_pay": always_copied, "room_for": room_for},
-        operation: {"_PLANS": {}, "_device": lambda device: (9, 132), **on_gpu},
+        operation: {"_PLANS": {}, "_device": lambda device: (major, 132), **on_gpu},
     }
     for owner, values in changes.items():
         for attribute, value in values.items():

@@ -45,7 +45,7 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def choose(config: Any, plan: Callable[..., Any] = always_copied) -> None:
         monkeypatch.setattr(launching.tuned_gemm, "configs", [config])
-        monkeypatch.setattr(operation, "_run_plain", lambda *args: pytest.fail("the plain body was used"))
+        monkeypatch.setattr(operation, "_plan_plain", lambda *_: pytest.fail("the plain body was used"))
         monkeypatch.setattr(launching, "copies_pay", plan)
         monkeypatch.setattr(operation, "_PLANS", {})  # it is asked for tensors in known places, too
 
