@@ -80,9 +80,13 @@ class OwnBuffer:
         place = place if 0 <= place < self._bytes else -1
         return place, address % 16, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor begins in the buffer."""
+        return 0 <= tensor.data_ptr() - self.begin < self._bytes
+
     def check_beside(self, name: str, tensor: torch.Tensor | None, buffer: str, use: str) -> None:
         """Raise ValueError if a tensor begins in the buffer; `use` says what a call does with that."""
-        if tensor is not None and 0 <= tensor.data_ptr() - self.begin < self._bytes:
+        if tensor is not None and self.holds(tensor):
             raise ValueError(f"{name} lies in {buffer}, which {use} in the call; pass another tensor")
 
 

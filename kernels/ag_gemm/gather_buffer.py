@@ -104,6 +104,10 @@ class GatherBuffer:
             own = self.scales[self._rank, :rows]
             own.fill_(1) if scale is None else own.copy_(scale.detach().reshape(-1))
 
+    def lies_apart(self, a_shard: torch.Tensor) -> bool:
+        """Return whether a collective may read a rank's rows where they are, and write all ranks' here."""
+        return self._is_dense and a_shard.is_contiguous() and not self._own.holds(a_shard)
+
     def chunks(self, rows: int) -> torch.Tensor:
         """Return so many rows of each chunk, as a copy unless they are all."""
         return self._whole if rows == self.shard.shape[0] else self.symmetric.local[:, :rows].flatten(0, 1)

@@ -102,7 +102,7 @@ class AllGatherGemm(NumberedCalls):
         NOT_SENT.value: "chunk {peer} was not copied to all peers, {peers}, in time",  # about this rank
     }
     _late = "rank {peer}, or one that it waits for, did not push chunk {peer} in time"
-    _puts, _way = True, "ag_gemm way"
+    _way = "ag_gemm way"
 
     def __init__(
         self,
@@ -299,16 +299,13 @@ class AllGatherGemm(NumberedCalls):
             out = weight.new_empty(layout.shape, dtype=self._format.product_dtype)
         return Product(a_shard, weight, out, epilogue, layout, gathered)
 
-    def _put(self, layout: GatherLayout, product: Product) -> Product:
-        self._buffer.put(product.a_shard, product.epilogue.scale_a)
-        if not self._format.is_scaled:
-            return product
-        return product._replace(epilogue=product.epilogue._replace(scale_a=self._buffer.scales))
-
     def _exchange(self, layout: GatherLayout, product: Product, way: int, is_capturing: bool) -> torch.Tensor:
         if way:
             self._gather_and_multiply(way, product)
             return product.out
+        self._buffer.put(product.a_shard, product.epilogue.scale_a)
+        if self._format.is_scaled:
+            product = product._replace(epilogue=product.epilogue._replace(scale_a=self._buffer.scales))
         choice = self._choose(layout)
         consumer = layout.consumers.get(choice.consumer) or self._new_consumer(product, choice, is_capturing)
         self._gathered = layout.rows
@@ -329,8 +326,12 @@ class AllGatherGemm(NumberedCalls):
 
     def _gather_and_multiply(self, way: int, product: Product) -> None:
         """Gather by a collective or by mail: for both see [Note: a collective needs no permit]."""
-        _, weight, out, epilogue, layout, into = product
+        a_shard, weight, out, epilogue, layout, into = product
         gathered, own = self._buffer.room(layout.rows)
+        if way == COLLECTIVE and self._buffer.lies_apart(a_shard):
+            own = a_shard.detach()
+        else:
+            self._buffer.put(a_shard, epilogue.scale_a)
         self._gathered = -layout.rows if into is None else None
         if way == COLLECTIVE:
             gathered = gathered if into is None else into.detach()

@@ -41,7 +41,6 @@ NOT_AGREED = object()
 class NumberedCalls(Operation):
     """An operation whose calls are made as this module says; it supplies the steps that are its own."""
 
-    _puts: ClassVar[bool] = False  # it has a step `_put`
     _agrees: ClassVar[bool] = True  # hosts agree on the way of a call, by `_collective`
     _may_store = False  # a kernel stores to the peers, and takes their permits itself
     _way: ClassVar[str]  # the name of the `tunable` by which a rank chooses it
@@ -80,8 +79,6 @@ class NumberedCalls(Operation):
         try:
             way = self._agree(plan, is_capturing)
             operands = self._allocate_results(plan, given)
-            if self._puts:
-                operands = self._put(plan, operands)
             if self._meeting is not None and not is_capturing:
                 self._meet()
             result = self._exchange(plan, operands, way, is_capturing)
@@ -112,13 +109,12 @@ class NumberedCalls(Operation):
     def _allocate_results(self, plan: Any, given: tuple[Any, ...]) -> Any:
         """Return the operands of the call, with the tensors that get its results."""
 
-    def _put(self, plan: Any, operands: Any) -> Any:
-        """Write operands to where kernels and pushes read them; return them as kernels take them."""
-        raise NotImplementedError
-
     @abc.abstractmethod
     def _exchange(self, plan: Any, operands: Any, way: Any, is_capturing: bool) -> Any:
-        """Choose, fork, give permits, launch and push, put the flags back; return the results."""
+        """Write operands to where peers read them, choose, fork, give permits, launch, push, lower flags.
+
+        Returns the results.
+        """
 
     # ---- calls that fail
 

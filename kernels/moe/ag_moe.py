@@ -72,7 +72,7 @@ class AllGatherMoE(ExpertOperation):
     """
 
     _orders, _by_first, _shared_order = 2, False, 0
-    _rows_name, _weighted, _way, _puts = "x_shard", "route", "ag_moe way", True
+    _rows_name, _weighted, _way = "x_shard", "route", "ag_moe way"
     _late = "rank {peer}, or one that it waits for, did not push its tokens in time"
 
     def __init__(
@@ -197,18 +197,14 @@ class AllGatherMoE(ExpertOperation):
     def _result_shape(self, plan: ExpertPlan, operands: ExpertOperands) -> tuple[int, int]:
         return sum(self._told) * plan.topk, operands.weight.shape[1]
 
-    def _put(self, plan: ExpertPlan, operands: ExpertOperands) -> ExpertOperands:
-        x_shard = operands.rows
-        if len(x_shard) and x_shard.data_ptr() != self._own.begin:
-            self._shard[: len(x_shard)].copy_(x_shard.detach())
-        return operands
-
     def _exchange(
         self, plan: ExpertPlan, operands: ExpertOperands, is_gathered: bool, is_capturing: bool
     ) -> tuple[torch.Tensor, Routing | None]:
-        out = operands.out
+        x_shard, out = operands.rows, operands.out
+        if len(x_shard) and x_shard.data_ptr() != self._own.begin:
+            self._shard[: len(x_shard)].copy_(x_shard.detach())
         self._tell(plan, operands, is_gathered=is_gathered, at_once=not is_capturing)
-        join = self._gather_rows() if is_gathered else self._push(len(operands.rows))
+        join = self._gather_rows() if is_gathered else self._push(len(x_shard))
         sorting = self._sort(plan, operands, is_gathered=is_gathered)
         sources = sorting.plan.sources
         if operands.routing is not None:  # it may be of chunks that lie further apart

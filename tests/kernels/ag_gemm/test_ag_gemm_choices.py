@@ -6,6 +6,7 @@ What it promises as other operations do is in `exchange/test_every_operation.py`
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
 from pathlib import Path
@@ -201,8 +202,10 @@ def test_rows_that_are_gathered_into_a_tensor_of_the_caller_s_stay(rank, options
         for m in (16, 5):
             a_shard, weight = factors(m, 8, 16, HALF)
             wanted, kept = gathered_by_torch(a_shard), torch.empty(2 * m, 16, dtype=HALF)
+            op.shard.fill_(math.nan)
             product, gathered = op.with_gathered(a_shard, weight, gathered=kept)
             assert gathered is kept
+            assert op.shard.isnan().all() == (options == ALWAYS)  # a collective reads rows where they are
             assert message_of(lambda: op.gathered).startswith(
                 "RuntimeError: the last call wrote its rows to the"
             )
