@@ -50,11 +50,13 @@ class Rules:
 
         Online that holds for any number: a key that takes little of a step is left as it is.
         """
-        if self.tries_all or not self.races or candidates <= AT_LEAST:
+        if self.tries_all or not self.races:
             return False
         by_launches = self.objective == "kernel" and not is_choice
-        fewest = 0 if self.mode == "online" else EXPECTED_FROM
-        return self.expects or candidates >= (fewest if by_launches else MANY + 1)
+        if by_launches and self.mode == "online":
+            return True
+        fewest = EXPECTED_FROM if by_launches else MANY + 1
+        return candidates > AT_LEAST and (self.expects or candidates >= fewest)
 
     def flow_of(self, candidates: int, order: TrialOrder | None = None, default: int = 0) -> RunningFlow:
         """Return a search by the option's strategy; with an `order` one that tries a few.
