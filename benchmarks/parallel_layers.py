@@ -7,6 +7,7 @@ A pair is gate and up behind one gather, then down, or q, k and v, then the outp
 torch, in all arms the same. A call computes the result and all gradients, with --forward the result alone.
 
     ours               the overlapped products, tuned in the call; and as a CUDA graph
+    ours, by replays   the graph, of up to 1024 tokens, tuned with objective="graph" in a session of its own
     NCCL + cuBLAS      a gather, products, a scatter; and as a CUDA graph
     NCCL + own GEMM    the same with `persistent_matmul`, tuned in the call; and as a CUDA graph
     async TP           as NCCL + cuBLAS, compiled with `_micro_pipeline_tp`; GPUs only
@@ -33,7 +34,7 @@ from benchmarks.common.cases import Benchmark, Ratio, case_record
 from benchmarks.common.options import new_parser
 from benchmarks.common.ranks import ON_GPU, Ranks, Unsupported
 from benchmarks.common.records import add_run_options
-from benchmarks.common.tuned import Tuned, in_both_ways
+from benchmarks.common.tuned import BY_REPLAYS, Tuned, in_both_ways
 from benchmarks.operations.products import product_arm, relative_error
 from benchmarks.operations.sequences import (
     OWN_GEMM,
@@ -58,6 +59,7 @@ LISTS = {  # models, and tokens of all ranks
     "public": (("8B", "70B"), (4096, 8192, 16384)),
     "wide": (("8B", "70B", "405B"), (16, 128, 1024, 4096, 16384)),
 }
+MOST_REPLAYED = 1024  # tokens
 DEFAULT = LISTS["public"] if ON_GPU else (("tiny",), (16,))
 
 
@@ -165,6 +167,7 @@ class Pair:
 def arms_of(pair: Pair, ours: Tuned, own: Tuned) -> list[Arm]:
     prepared = [
         *in_both_ways("ours", ours.eager),
+        *([(f"ours, {BY_REPLAYS}", ours.by_replays)] if pair.case.tokens <= MOST_REPLAYED else []),
         *in_both_ways(PLAIN, lambda: lambda: pair.call(pair.in_sequence)),
         *in_both_ways(OWN_GEMM, own.eager),
         ("async TP", pair.compiled),
@@ -206,6 +209,7 @@ def main() -> None:
         ratios=[
             *(Ratio(of=other, to="ours") for other in (PLAIN, OWN_GEMM, "async TP")),
             Ratio(of=f"{PLAIN}, graph", to="ours, graph", name=f"graph: {PLAIN} / ours"),
+            Ratio(of=f"{PLAIN}, graph", to=f"ours, {BY_REPLAYS}", name=f"graph: {PLAIN} / ours, by replays"),
         ],
         limit_s=LIMIT_S,
         needed=("ours",),
