@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.simulation.exchanges import (
-    GATHERS,
-    SCATTERS,
-    each_chunk,
-    pushed,
-    work_of,
-)
+from benchmarks.simulation.exchanges import GATHERS, SCATTERS, each_chunk, pushed, work_of
 
 EACH = [(each_chunk, shape) for shape in SCATTERS] + [(pushed, shape) for shape in GATHERS]
 

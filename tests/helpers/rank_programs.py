@@ -105,6 +105,16 @@ def interrupt_when_waiting(exchanges: Exchanges | None = None) -> None:
     threading.Thread(target=interrupt, daemon=True).start()
 
 
+def settled_step(**options):
+    """Return a settled function that launches the sizes in a list, one so far; its bench, and the list."""
+    bench, sizes = Bench(), [64]
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    step = tune(bench, lambda: [launch(kernel, numbers(n)) for n in sizes], **options)
+    run_until_settled(step)
+    bench.forget()
+    return step, bench, sizes
+
+
 # ---- results on disk
 
 

@@ -8,22 +8,12 @@ import torch
 import torch.distributed as dist
 from kernels_for_tests import Bench, Mine, launch, numbers
 from operation_runs import on_ranks
-from rank_programs import run_until_settled, tune
+from rank_programs import run_until_settled, settled_step, tune
 
 from dist_autotune.ranks import questions
 from ranks import assert_all_ok, meet, run_ranks
 
 WAIT_S = questions.ANSWER_S + 1.0  # for an answer, on a busy machine
-
-
-def settled_step(**options):
-    """Return a settled function that launches the sizes in a list, one so far; its bench, and the list."""
-    bench, sizes = Bench(), [64]
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    step = tune(bench, lambda: [launch(kernel, numbers(n)) for n in sizes], **options)
-    run_until_settled(step)
-    bench.forget()
-    return step, bench, sizes
 
 
 def timed(call):

@@ -6,7 +6,6 @@ import time
 import pytest
 import torch
 from kernels_for_tests import Bench, launch, numbers
-from operation_runs import on_ranks
 from rank_programs import blocks_of, own_cache, statuses_of, tune
 
 from dist_autotune.tuner import session
@@ -37,23 +36,6 @@ def test_ranks_expect_alike_what_other_keys_tell_and_try_the_same_few():
         zero, one, two = assert_all_ok(run_ranks(lambda rank, sizes=sizes: program(rank, sizes), 3))
         assert zero == one == two
         assert zero[0] == 3
-
-
-@on_ranks(2)
-def test_a_rank_that_did_not_launch_in_the_last_run_still_has_its_say(rank):
-    # Rank 1 launches the kernel in every second run only, and is slow with the first config.
-    bench, x, runs = Bench(), numbers(), []
-    kernel = bench.kernel({16: 9.0 if rank else 1.0, 32: 4.0})
-
-    def thunk():
-        runs.append(None)
-        if rank == 0 or len(runs) % 2:
-            launch(kernel, x)
-
-    step = tune(bench, thunk, n_repeat=2)
-    step()
-    (context,) = step.report.contexts
-    assert (step.report.runs, context.config.kwargs["BLOCK"], context.ms) == (5, 32, 4.0)
 
 
 # ---- when there is no time for all

@@ -168,24 +168,6 @@ def test_without_votes_keys_of_later_calls_find_the_entries_of_any_rank(mode, la
 # ---- in memory
 
 
-@pytest.mark.parametrize("without", [0, 1])
-def test_a_result_that_one_rank_has_lost_is_given_to_it(without):
-    def program(rank):
-        bench, x = Bench(), numbers()
-        kernel = bench.kernel({16: 3.0, 32: 1.0})
-        tune(bench, lambda: launch(kernel, x))()
-        if rank == without:
-            kernel.cache.clear()
-        second = tune(bench, lambda: launch(kernel, x))
-        second()
-        return second.report.runs, statuses_of(second), blocks_of(second), kernel.cache[numbers_key(x)].kwargs
-
-    expected = {"add64": "cached"}, {"add64": 32}, {"BLOCK": 32}
-    for runs, *others in assert_all_ok(run_ranks(program, 2)):
-        assert runs == 2  # in the first, the rank without it launched its first config
-        assert tuple(others) == expected
-
-
 @pytest.mark.parametrize("watch", [True, False], ids=["watched", "unwatched"])
 def test_memory_that_runs_out_once_in_a_settled_launch_parts_no_ranks(watch):
     def program(rank):
@@ -305,13 +287,6 @@ def test_entries_of_one_rank_that_the_session_has_opened_are_neighbours_on_all(h
     shutil.rmtree(own_cache(1 - holder))
     again = run_ranks(lambda rank: sweep(rank, [128], cache=own_cache(rank)), 2)
     assert [blocks[0] for blocks, _ in assert_all_ok(again)] == [32, 32]
-
-
-def test_an_entry_that_the_ranks_have_not_agreed_on_is_no_neighbour():
-    assert_all_ok(run_ranks(lambda rank: sweep(rank, [64], cache=own_cache(rank)), 2))
-    shutil.rmtree(own_cache(0))
-    again = run_ranks(lambda rank: sweep(rank, [128], cache=own_cache(rank), name="another"), 2)
-    assert [blocks[0] for blocks, _ in assert_all_ok(again)] == [16, 16]
 
 
 @pytest.mark.parametrize(("size", "mode"), [(64, "strict"), (128, "cached"), (128, "tune")])

@@ -14,30 +14,6 @@ from ranks import assert_all_ok, run_ranks
 # ---- configs that not every rank has
 
 
-def configs_of(blocks_by_rank, world_size=2, **options):
-    def program(rank):
-        step, bench = tuned_step({block: 1.0 + block for block in blocks_by_rank[rank]}, **options)
-        end = ending(step)
-        return end.partition("(")[0], step.report.runs, bench.blocks()
-
-    return assert_all_ok(run_ranks(program, world_size))
-
-
-@pytest.mark.parametrize(
-    ("blocks_by_rank", "runs", "launched"),
-    [
-        # In the first run each rank launches its own first config; the intersection is known after it.
-        ([(16, 32, 64), (128, 64, 32)], 4, [[16, 32, 64, 32], [128, 32, 64, 32]]),
-        ([(32, 16, 64), (64, 32, 16)], 5, [[32, 32, 16, 64, 16], [64, 32, 16, 64, 16]]),
-        ([(16, 32), (32, 64)], 2, [[16, 32], [32, 32]]),
-        ([(16, 32, 64), (32,)], 2, [[16, 32], [32, 32]]),
-    ],
-    ids=["some in common", "in another order", "one in common: no trials", "a rank with a single config"],
-)
-def test_different_candidates_meet_in_their_intersection(blocks_by_rank, runs, launched):
-    assert configs_of(blocks_by_rank) == [("returned tensor", runs, blocks) for blocks in launched]
-
-
 def test_a_rank_that_comes_to_a_key_later_keeps_its_first_config_until_all_tune_anew():
     def program(rank):
         bench, x, calls = Bench(), numbers(), []

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from kernels_for_tests import Bench, double, launch, numbers, out_of_resources
+from kernels_for_tests import Bench, launch, numbers, out_of_resources
 from operation_runs import on_ranks
 from rank_programs import blocks_of, run_until_settled, tune
 
@@ -38,23 +38,6 @@ def test_keys_of_some_ranks_are_agreed_among_those():
     zero, *others = assert_all_ok(run_ranks(program, 3))
     assert zero == (3, {"add64": 16, "add8": 16}, [16, 32, 16], [16, 32, 16])
     assert others == [(3, {"add64": 16, "add16": 32}, [16, 32, 32], [16, 32, 16])] * 2
-
-
-@on_ranks(2)
-def test_ranks_may_launch_in_different_order_and_number(rank):
-    bench, x = Bench(), numbers()
-    first = bench.kernel({16: 1.0 + rank, 32: 1.5})
-    second = bench.kernel({16: 3.0, 32: 2.0 - rank}, double)
-
-    def thunk():
-        if rank:
-            launch(second, x), launch(second, x), launch(first, x)
-        else:
-            launch(first, x), launch(second, x)
-
-    step = tune(bench, thunk)
-    step()
-    assert (step.report.runs, blocks_of(step)) == (3, {"add64": 32, "double64": 32})
 
 
 def test_what_fails_for_the_key_of_one_rank_is_not_banned_for_the_keys_of_others():

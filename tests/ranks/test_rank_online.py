@@ -5,11 +5,7 @@ import torch
 import torch.distributed as dist
 from kernels_for_tests import Bench, ScriptedClock, launch, numbers, records
 from operation_runs import on_ranks
-from rank_programs import (
-    blocks_of,
-    run_until_settled,
-    tune,
-)
+from rank_programs import blocks_of, settled_step, tune
 
 from dist_autotune.logs.records import Note
 from dist_autotune.timing.samples import READ_WITHIN_RUNS
@@ -55,15 +51,6 @@ def test_a_trial_is_judged_when_the_last_rank_has_read_its_clock(late):
     waits = min(max(late), READ_WITHIN_RUNS)
     assert len(blocks) == 3 * (1 + waits)
     assert [blocks[n * (1 + waits)] for n in range(3)] == [16, 32, 64]  # others are incumbents
-
-
-def settled_step(**options):
-    """Return a settled function of one kernel, its bench, and the sizes that it launches: one, so far."""
-    bench, sizes = Bench(), [64]
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    step = tune(bench, lambda: [launch(kernel, numbers(n)) for n in sizes], **options)
-    run_until_settled(step)
-    return step, bench, sizes
 
 
 @pytest.mark.parametrize("mode", ["online", "replay"])

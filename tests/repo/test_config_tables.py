@@ -4,7 +4,6 @@ import importlib.util
 import json
 from pathlib import Path
 
-import pytest
 from kernels_for_tests import launch, numbers
 from programs import run_program
 from typer.testing import CliRunner
@@ -35,22 +34,6 @@ def test_experts_become_a_file_by_sizes_and_device_of_the_newest_configs():
     files, left_out = tables(old, known(sizes, config), name="vllm")
     assert files == {"E=8,N=7168,device_name=NVIDIA_H100.json": {"1": {**BLOCKS, **OPTIONS}}}
     assert left_out == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "config"),
-    [
-        ({"M": 1, "N": 2}, {"kwargs": BLOCKS, **OPTIONS}),
-        ({"E": 8, "N": 2, "M": 1}, {"kwargs": {"BLOCK": 64}, **OPTIONS}),
-        ({"E": 8, "N": 2, "M": 1}, {"kwargs": BLOCKS, **OPTIONS, "maxnreg": 128}),
-        ({"E": 8, "N": 2, "M": 1, "block_shape": [128, 128]}, {"kwargs": BLOCKS, **OPTIONS}),
-        ({}, {}),
-    ],
-    ids=["no experts", "other blocks", "registers", "block-wise", "no evidence"],
-)
-def test_what_has_no_place_in_a_file_for_experts_is_left_out_by_name(arguments, config):
-    files, (left_out,) = tables(known(arguments, config), name="vllm")
-    assert (files, left_out) == ({}, f"fwd[{arguments}]")
 
 
 def test_a_bundle_becomes_a_file_of_a_kernel_with_keys_by_their_digests(bench, kernel, tmp_path):

@@ -6,17 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels_for_tests import (
-    F32,
-    block_of,
-    entries,
-    launch,
-    no_bench,
-    numbers,
-    only,
-    records,
-    winner,
-)
+from kernels_for_tests import F32, block_of, entries, launch, no_bench, numbers, only, records, winner
 from typer.testing import CliRunner
 
 from dist_autotune.cli.commands import app

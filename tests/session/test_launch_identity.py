@@ -7,15 +7,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from kernels_for_tests import (
-    Probe,
-    grid_of,
-    launch,
-    numbers,
-    only,
-    out_of_resources,
-    records,
-)
+from kernels_for_tests import Probe, grid_of, launch, numbers, only, out_of_resources, records
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dist_autotune import TuningError

@@ -5,14 +5,7 @@ import random
 import pytest
 import torch
 import triton
-from kernels_for_tests import (
-    KEY,
-    block_of,
-    launch,
-    no_bench,
-    numbers,
-    only,
-)
+from kernels_for_tests import KEY, block_of, launch, no_bench, numbers, only
 from triton import knobs
 from triton.runtime.autotuner import Autotuner
 

@@ -2,17 +2,7 @@
 
 import pytest
 import triton
-from kernels_for_tests import (
-    KEY,
-    Probe,
-    block_of,
-    double,
-    entries,
-    grid_of,
-    launch,
-    numbers,
-    only,
-)
+from kernels_for_tests import KEY, Probe, block_of, double, entries, grid_of, launch, numbers
 
 from dist_autotune import CacheWarning
 
@@ -85,24 +75,3 @@ def test_an_entry_holds_for_its_constexpr_arguments_only(bench):
     assert start(8) == [16, 32, 32]
     assert start(4) == [16, 32, 32]
     assert start(8) == [32]
-
-
-@pytest.mark.parametrize("first", ["kernel", "thunk"])
-def test_what_was_judged_by_launches_does_not_answer_for_whole_runs(bench, first):
-    def found_by(objective):
-        kernel = bench.kernel({16: 2.0, 32: 1.0})  # anew: as in the next process
-
-        def thunk():
-            launch(kernel, numbers())
-            bench.spend(10.0 if bench.blocks()[-1] == 32 else 0.0)
-
-        tuned = bench.tune(thunk, objective=objective)
-        tuned()
-        context = only(tuned.report)
-        return context.status, block_of(context.config), [*context.timings.values()]
-
-    found = {"kernel": ("tuned", 32, [2.0, 1.0]), "thunk": ("tuned", 16, [2.0, 11.0])}
-    for objective in (first, *(found.keys() - {first})):
-        assert found_by(objective) == found[objective]
-    for objective, (_, block, _) in found.items():
-        assert found_by(objective)[:2] == ("cached", block)

@@ -95,22 +95,6 @@ def random_numbers() -> list[float]:
     return [float(torch.rand(())), random.random(), float(np.random.rand())]
 
 
-def assert_equal(one: Any, other: Any) -> None:
-    assert type(one) is type(other)
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_equal(one[key], other[key])
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other)
-        for pair in zip(one, other, strict=True):
-            assert_equal(*pair)
-    else:
-        assert one == other
-
-
 @pytest.mark.parametrize("clears", [True, False], ids=["zero_grad first", "gradients pile up"])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW], ids=["SGD", "AdamW"])
 def test_a_training_step_leaves_model_optimizer_and_random_numbers_as_one_execution_does(
@@ -126,7 +110,7 @@ def test_a_training_step_leaves_model_optimizer_and_random_numbers_as_one_execut
     seed()
     assert [tuned() for _ in range(3)] == losses
     assert random_numbers() == after
-    assert_equal(step.state(), plain.state())
+    torch.testing.assert_close(step.state(), plain.state(), rtol=0, atol=0)
 
 
 def test_a_run_that_raises_leaves_exactly_its_own_effects(bench):
@@ -209,4 +193,4 @@ def test_online_training_is_bit_equal_to_the_same_configs_without_a_tuner(bench)
     assert tuned.settled
     plain = BlockSum()
     assert [plain.train(block) for block in bench.blocks()] == losses
-    assert_equal(dict(plain.model.state_dict()), dict(tuned_job.model.state_dict()))
+    torch.testing.assert_close(plain.model.state_dict(), tuned_job.model.state_dict(), rtol=0, atol=0)

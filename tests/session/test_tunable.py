@@ -1,5 +1,7 @@
 """Choices of the host, `tunable(name, options)`: when they are tuned, what comes back, what is refused."""
 
+import re
+
 import pytest
 from kernels_for_tests import launch, numbers
 
@@ -51,28 +53,23 @@ def test_outside_each_list_of_options_has_the_choice_that_was_settled_for_it(ben
     assert tunable("splits", [1, 3]) == 1
 
 
-@pytest.mark.parametrize(
-    "options",
-    [[], None, 3, "ab", iter([1]), [object()], [{1, 2}], [1.0, float("nan")], [float("inf")]],
-    ids=["none", "no list", "a number", "a text", "an iterator", "object", "set", "nan", "inf"],
-)
-def test_options_of_a_tunable_must_be_json(bench, options):
-    for call in (lambda: tunable("bad", options), bench.tune(lambda: tunable("bad", options))):
-        with pytest.raises(ValueError, match=r"tunable\('bad'\)"):
-            call()
+REFUSED = [
+    *(
+        (("bad", options), {})
+        for options in ([], 3, "ab", [object()], [{1, 2}], [float("nan")], [float("inf")])
+    ),
+    *((("bad", [1]), {"key": key}) for key in (4096, None, "abc")),
+    (([1, 2], [1]), {}),
+]
 
 
-@pytest.mark.parametrize("key", [4096, None, "abc"], ids=repr)
-def test_the_key_of_a_tunable_must_be_a_tuple(bench, key):
-    for call in (lambda: tunable("bad", [1], key=key), bench.tune(lambda: tunable("bad", [1], key=key))):
-        with pytest.raises(ValueError, match=r"tunable\('bad'\): key="):
-            call()
-
-
-def test_a_choice_without_a_name_is_refused(bench):
-    for call in (lambda: tunable([1, 2], [1]), bench.tune(lambda: tunable([1, 2], [1]))):
-        with pytest.raises(ValueError, match=r"tunable\(\[1, 2\]\): give its name, a string"):
-            call()
+@pytest.mark.parametrize(("given", "named"), REFUSED, ids=map(str, range(len(REFUSED))))
+def test_options_that_are_no_json_keys_that_are_no_tuples_and_names_that_are_no_text_are_refused(
+    bench, given, named
+):
+    for call in (tunable, bench.tune(lambda *given, **named: tunable(*given, **named))):
+        with pytest.raises(ValueError, match=re.escape(f"tunable({given[0]!r}): ")):
+            call(*given, **named)
 
 
 def test_options_that_python_takes_for_equal_are_told_apart(bench):

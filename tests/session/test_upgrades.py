@@ -5,16 +5,7 @@ import json
 
 import pytest
 import triton
-from kernels_for_tests import (
-    Bench,
-    block_of,
-    entries,
-    launch,
-    numbers,
-    only,
-    out_of_resources,
-    records,
-)
+from kernels_for_tests import Bench, block_of, entries, launch, numbers, only, out_of_resources, records
 
 from dist_autotune import NotTuned
 from dist_autotune.logs.records import ContextAdmitted

@@ -9,16 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels_for_tests import (
-    Mine,
-    inject,
-    is_outside,
-    launch,
-    numbers,
-    only,
-    records,
-    winner,
-)
+from kernels_for_tests import Mine, inject, is_outside, launch, numbers, only, records, winner
 
 from dist_autotune import is_tuning
 from dist_autotune.logs.records import Banned, RunFailed

@@ -4,7 +4,6 @@ import contextlib
 import io
 import re
 import sys
-import threading
 from typing import Any
 
 import pytest
@@ -128,12 +127,3 @@ def tune(thunk: Any = lambda: None, **options: Any) -> Any:
     kernel = bench.kernel({16: 3.0, 32: 1.0})
     chosen = {"name": "step", "progress": None, **options}
     return bench.tune(lambda: (launch(kernel, numbers()), thunk()), **chosen)
-
-
-def test_it_has_no_thread(terminal):
-    tune(cache=False)()  # starts the thread that watches how long a run takes
-    before, seen = threading.active_count(), []
-    with contextlib.redirect_stderr(terminal):
-        tune(lambda: seen.append(threading.active_count()))()
-    assert terminal.getvalue()
-    assert seen == [before] * 3

@@ -7,13 +7,10 @@ from random import Random
 
 import pytest
 
-from benchmarks.simulation.device_steps import (
-    DeviceStep,
-    beside_collectives,
-    best_plan,
-    nothing_gains,
-)
+from benchmarks.simulation.device_steps import DeviceStep, beside_collectives, best_plan, nothing_gains
 from benchmarks.simulation.protocol_simulation import Simulation
+from benchmarks.simulation.simulated_steps import a_bad_neighbour
+from benchmarks.simulation.simulated_steps import settle as settle_simulated
 
 # ---- whole sessions, with the noise of an H200
 
@@ -115,3 +112,8 @@ def test_the_plan_is_near_the_best_after_a_bounded_number_of_runs(name, seed):
 def test_where_nothing_gains_nothing_changes_in_at_most_200_runs(name):
     settled = settle(NOTHING[name](Random(f"{name} 1")), Random("noise 1"))
     assert (settled.has_moved, settled.runs <= 200) == (False, True), settled.runs
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_step_of_28_kernels_with_18_candidates_settles_in_400_runs_near_the_best_plan(seed):
+    assert settle_simulated(a_bad_neighbour(Random(seed)), Random(100 + seed), 400).regret <= 0.02

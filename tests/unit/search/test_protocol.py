@@ -7,25 +7,8 @@ from rank_programs import tune
 from benchmarks.simulation.protocol_simulation import Simulation, columns
 from dist_autotune import tunable
 from dist_autotune.search.context import RunVerdict
-from dist_autotune.search.state import ADMISSION_RUNS, STARVED_RUNS
+from dist_autotune.search.state import STARVED_RUNS
 from ranks import assert_all_ok, run_ranks
-
-
-@pytest.mark.parametrize(("first_run", "status"), [(ADMISSION_RUNS - 1, ""), (ADMISSION_RUNS, "partial")])
-def test_contexts_are_admitted_in_the_first_sixteen_runs(first_run, status):
-    contexts = {"a": ["a0", "a1"], "b": ["b0", "b1"]}
-    simulation = Simulation(
-        contexts,
-        dict.fromkeys(["a0", "a1", "b0", "b1"], 1.0),
-        launches=lambda run, rank, name: name == "a" or run >= first_run,
-        n_repeat=50,
-    )
-    simulation.tuning.open()
-    for _ in range(first_run + 1):
-        simulation.run()
-    assert simulation.statuses()["b"] == status
-    assert simulation.winners()["b"] == "b0"
-
 
 # ---- contexts that are compiled
 
@@ -45,13 +28,6 @@ def test_nothing_is_tried_until_the_slowest_rank_has_all():
 
 
 # ---- in which order contexts are judged by the whole run
-
-
-def turns_of(plans, names):
-    """Return the contexts in the order in which a rival of theirs first ran."""
-    firsts = {name: next(c for c in columns(plans, name) if c is not None) for name in names}
-    tried = [name for plan in plans for name in names if plan.get(name, firsts[name]) != firsts[name]]
-    return list(dict.fromkeys(tried))
 
 
 def only_with(run_ms, condition, mode="replay", **options):
@@ -82,22 +58,6 @@ def test_a_choice_that_the_best_plan_does_not_ask_for_gets_no_turn(mode):
     # The first run, those of `way` and `other`; then, as long as a run that asks for it may still come.
     last_asked = max(number for number, plan in enumerate(simulation.plans) if plan["way"] == "way0")
     assert len(simulation.plans) == max(1 + 2 + 2, last_asked + 1 + STARVED_RUNS[mode])
-
-
-def test_a_choice_that_a_later_winner_asks_for_has_its_turn_after_that():
-    names = ["kernel", "detail", "way"]
-    simulation = Simulation(
-        {name: [f"{name}0", f"{name}1"] for name in names},
-        {"kernel0": 1.0, "kernel1": 2.0},
-        choices={"detail", "way"},
-        run_ms=lambda plan: {"way0": 2.0, "way1": 1.0}[plan["way"]],
-        launches=lambda run, rank, name: (
-            name != "detail" or run == 0 or simulation._candidate("way") == "way1"
-        ),
-    )
-    plans = simulation.session()
-    assert turns_of(plans, ["detail", "way"]) == ["way", "detail"]
-    assert simulation.statuses() == {"kernel": "tuned", "detail": "tuned", "way": "tuned"}
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -19,12 +19,7 @@ import triton.language as tl
 from kernels_for_tests import Bench
 
 from dist_autotune.errors import TuningError
-from dist_autotune.triton_api.identity import (
-    config_digest,
-    kernel_identity,
-    kernel_source,
-    key_text,
-)
+from dist_autotune.triton_api.identity import config_digest, kernel_identity, kernel_source, key_text
 from dist_autotune.triton_api.launch import key_of
 
 

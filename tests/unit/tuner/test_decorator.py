@@ -10,12 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from dist_autotune import (
-    ContextualAutotuner,
-    StepTuner,
-    TuningError,
-    contextual_autotune,
-)
+from dist_autotune import ContextualAutotuner, StepTuner, TuningError, contextual_autotune
 from dist_autotune.tuner import calls
 from dist_autotune.tuner.calls import Calls
 

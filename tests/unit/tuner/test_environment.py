@@ -4,12 +4,7 @@ import pwd
 
 import pytest
 
-from dist_autotune import (
-    CacheWarning,
-    TuningError,
-    contextual_autotune,
-    settings,
-)
+from dist_autotune import CacheWarning, TuningError, contextual_autotune, settings
 from dist_autotune.options import Options
 from dist_autotune.settings import KNOWN_VARIABLES, run_mode
 

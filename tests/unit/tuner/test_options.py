@@ -3,11 +3,7 @@
 import pytest
 import torch
 
-from dist_autotune import (
-    TuningError,
-    WallClock,
-    contextual_autotune,
-)
+from dist_autotune import TuningError, WallClock, contextual_autotune
 from dist_autotune.options import Options
 
 
