@@ -203,6 +203,10 @@ class Registry:
                 context.claim = self.known.claim_on_disk(context.identity)
                 context.holds_claim_back = self.known.holds_back(context.identity)
 
+    def untuned(self) -> tuple[RankContext, ...]:
+        """Return the contexts without a result."""
+        return tuple(each for each in self.by_name.values() if each.tuned is None)
+
     def drop_unshared(self, dropped: set[str]) -> None:
         """Drop `dropped`, contexts that no rank has announced, and bans that the peers do not know."""
         by_name = self.by_name

@@ -159,8 +159,7 @@ class Session(SessionExchanges):
             self.state.is_checked = True
             return
         self.in_place = f"a further run changes {found}"
-        known = self.state.registry.by_name.values()
-        self.left = tuple(each for each in known if each.tuned is None and len(each.texts) > 1)
+        self.left = self.state.registry.untuned()
         text = diagnosis.changed_in_place(self.function.name, found)
         self._drop(TuningError(text), outcome="changes in place")
         warnings.warn(text, stacklevel=2)

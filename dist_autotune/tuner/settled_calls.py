@@ -54,6 +54,10 @@ class SettledCalls:
         self._stopped = reason
         self._leave_untuned(left, reason)
 
+    def leave_untuned(self, state: FunctionState) -> None:
+        """Keep as untuned what a session without trials has launched without a result."""
+        self._leave_untuned(state.registry.untuned(), _why(state))
+
     def begin_session(self) -> None:
         """Ask anew: a session is opened."""
         self._stopped = ""
@@ -107,9 +111,7 @@ class SettledCalls:
         if asks_nobody:
             return False
         if self._stopped or not may_tune:
-            mode = state.function.mode
-            why = "watch=False" if state.function.tunes else f"DIST_AUTOTUNE_MODE={mode}"
-            self._leave_untuned(new, self._stopped or why)
+            self._leave_untuned(new, self._stopped or _why(state))
             return False
         if count is None:
             return state.function.is_alone and bool(due)
@@ -180,3 +182,8 @@ class SettledCalls:
             self._note(text := f"{context.title} waits for launches: {SELDOM.format(self._name)}")
             logging.getLogger("dist_autotune").warning("%s", text)
         return self._met[context.name].bit_count() == 1  # 1, 2, 4, 8, ...
+
+
+def _why(state: FunctionState) -> str:
+    """Return why a new key of a settled call asks for no session."""
+    return "watch=False" if state.function.tunes else f"DIST_AUTOTUNE_MODE={state.function.mode}"

@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from kernels_for_tests import F32, block_of, entries, launch, no_bench, numbers, only, records, winner
+from kernels_for_tests import (
+    F32,
+    block_of,
+    double,
+    entries,
+    launch,
+    no_bench,
+    numbers,
+    only,
+    records,
+    winner,
+)
 from typer.testing import CliRunner
 
 from dist_autotune.cli.commands import app
@@ -122,6 +133,27 @@ def test_the_next_process_begins_with_what_is_on_disk(bench, tuned, mode, monkey
     assert (bench.blocks(n=2048)[0], bench.blocks(n=100)[0]) == (64, 32)
     if mode == "cached":
         assert bench.blocks() == [64, 32]
+
+
+@pytest.mark.parametrize("mode", ["replay", "online"])
+def test_in_the_cached_mode_keys_without_a_result_are_told_as_untuned_from_the_first_call_on(
+    bench, tuned, mode, monkeypatch
+):
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
+    fresh, plain = bench.kernel(SMALL_OR_LARGE, do_bench=no_bench), bench.kernel({16: 1.0}, double)
+
+    def thunk(n):
+        launch(plain, numbers(n))
+        launch(fresh, numbers(n))
+
+    again = bench.tune(thunk, mode=mode)
+    for n, untuned in ((1024, []), (100, [100]), (100, [100]), (200, [100, 200])):
+        again(n)
+        assert [(kernel, key[0]) for kernel, key, _ in again.untuned] == [("add", n) for n in untuned]
+    assert {reason for *_, reason in again.untuned} == {"DIST_AUTOTUNE_MODE=cached"}
+    first = bench.tune(lambda: thunk(300), mode=mode)
+    first()
+    assert [key[0] for _, key, _ in first.untuned] == [300]
 
 
 def test_with_four_keys_told_a_new_one_begins_where_they_expect_the_fastest(bench):
