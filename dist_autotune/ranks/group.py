@@ -112,8 +112,10 @@ class ProcessGroup(RankGroup):
 
     def new_turns(self, name: str) -> Turns:
         self._asked[name] += 1  # functions of one name: the n-th of all ranks belong together
-        own = self._new_exchanges(f"{self._prefix}/turns/{name}/{self._asked[name]}")
-        return Turns(name, own, self.rank == self.ranks[0], self.fail)
+        number = self._asked[name]
+        own = self._new_exchanges(f"{self._prefix}/turns/{name}/{number}")
+        title = name if number == 1 else f"{name} (number {number} of that name)"
+        return Turns(title, own, self.rank == self.ranks[0], self.fail)
 
     def take_turn(
         self, turns: Turns, turn: LocalTurn, timeout_s: float, what: str, patience_s: float = math.inf
@@ -125,7 +127,8 @@ class ProcessGroup(RankGroup):
         except PutAside:
             raise
         except AgreementTimeout as error:
-            if not (asked := self._asked_by(error.missing_ranks)):
+            asked = self._asked_by(error.missing_ranks)
+            if not {*asked.values()} - {turns.name}:  # a late rank finds that those before it have left
                 raise
             asked = dict(sorted({**asked, self.rank: turns.name}.items()))
             names = "; ".join(f"rank {rank}: {name}" for rank, name in asked.items())

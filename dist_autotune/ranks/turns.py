@@ -37,7 +37,7 @@ class Turns:
     fail_session: tells peers that have a session open of an exception here.
     """
 
-    name: str  # of the function
+    name: str  # of the function; where several have one name, with its number
     exchanges: Exchanges
     leads: bool
     fail_session: Callable[[BaseException], None]

@@ -73,6 +73,34 @@ def test_functions_of_different_source_or_name(rank):
     assert by_source.startswith("RankMismatch: ranks differ in the source of the tuned function: ")
 
 
+@on_ranks(3)
+def test_ranks_that_come_too_late_for_each_other_hear_who_was_missing(rank):
+    bench, x = Bench(), numbers()
+    kernel = bench.kernel(MS)
+    step = tune(bench, lambda: launch(kernel, x), name="step", timeout_s=SHORT_S)
+    found = ""
+    for late in range(3):
+        if late == rank:
+            found = ending(step)
+        meet()
+    assert found.startswith("AgreementTimeout: Rank 0 waited 1 s for ranks [1, 2] to agree")
+
+
+@on_ranks(2)
+def test_functions_of_one_name_are_told_apart_by_their_number(rank):
+    bench = Bench()
+
+    def thunk():
+        raise ValueError
+
+    steps = [tune(bench, thunk, name="step", timeout_s=3 * SHORT_S) for _ in range(2)]
+    ending(steps[0])
+    meet()
+    found = ending(steps[rank])
+    assert found.startswith("RankMismatch: ranks differ in the tuned function: ")
+    assert "rank 0: step; rank 1: step (number 2 of that name)" in found
+
+
 KERNEL = """
 import triton
 import triton.language as tl
