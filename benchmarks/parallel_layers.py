@@ -4,7 +4,8 @@
     ./launch.sh -m benchmarks.parallel_layers --models 8B 70B --tokens 4096 8192 16384
 
 A pair is gate and up behind one gather, then down, or q, k and v, then the output; between them elementwise
-torch, in all arms the same. A call computes the result and all gradients, with --forward the result alone.
+torch, in ours silu(gate) * up as `tp.SwiGLU` has it. A call computes the result and all gradients, with
+--forward the result alone.
 
     ours               the overlapped products, tuned in the call; and as a CUDA graph
     ours, by replays   the graph, of up to 1024 tokens, tuned with objective="graph" in a session of its own
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import silu
 
 from benchmarks.common.arms import Arm, Plan, measure
 from benchmarks.common.cases import Benchmark, Ratio, case_record
@@ -46,6 +48,7 @@ from benchmarks.operations.sequences import (
     torch_product,
 )
 from dist_autotune.kernels import tp
+from dist_autotune.kernels.tp.gating import silu_times
 
 LIMIT_S = 300.0  # of a case, tuning and compiling included
 DTYPE = torch.bfloat16 if ON_GPU else torch.float16
@@ -106,12 +109,17 @@ class Pair:
                 weight.normal_(std=weight.shape[1] ** -0.5)
 
     def forward(
-        self, gather: Callable[..., Any], scatter: Callable[..., Tensor], x: Tensor, *weights: Tensor
+        self,
+        gather: Callable[..., Any],
+        scatter: Callable[..., Tensor],
+        gated: Callable[[Tensor, Tensor], Tensor],
+        x: Tensor,
+        *weights: Tensor,
     ) -> Tensor:
         """Return the result, from a gather's products and a scatter's sum."""
         parts = gather(x, list(weights[:-1]))
         if self.case.layer == "mlp":
-            hidden = torch.nn.functional.silu(parts[0]) * parts[1]
+            hidden = gated(*parts)
         else:  # every part counts, for what attention itself would cost
             q, k, v = parts
             hidden = q + (k + v).repeat(1, q.shape[1] // k.shape[1])
@@ -144,10 +152,10 @@ class Pair:
         def scatter(hidden: Tensor, weight: Tensor) -> Tensor:
             return multiply_and_scatter(hidden, weight, self.group, scatter_dim=0, product=product)
 
-        return self.forward(gather, scatter, *leaves)
+        return self.forward(gather, scatter, lambda gate, up: silu(gate) * up, *leaves)
 
     def overlapped(self, *leaves: Tensor) -> Tensor:
-        return self.forward(tp.all_gather_matmul, tp.matmul_reduce_scatter, *leaves)
+        return self.forward(tp.all_gather_matmul, tp.matmul_reduce_scatter, silu_times, *leaves)
 
     def compiled(self) -> Callable[[], list[Tensor]]:
         """Return the call as torch's asynchronous tensor parallelism compiles it."""

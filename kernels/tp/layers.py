@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from ..tensors import check_no_gradient
 from .functions import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, sum_gradient
+from .gating import silu_times
 from .registry import name_of
 
 
@@ -236,7 +237,7 @@ class SwiGLU(nn.Module):
         layers: list[Any] = [self.get_submodule(name) for name in self._names]
         gate, up, down = layers
         of_gate, of_up = project(x, [gate, up])
-        result: Tensor = down(nn.functional.silu(of_gate) * of_up)
+        result: Tensor = down(silu_times(of_gate, of_up))
         return result
 
 

@@ -32,6 +32,7 @@ from dist_autotune.bits.tensor_hash import BLOCK, hash_kernel
 from dist_autotune.kernels.elementwise_add.operation import pipelined_add
 from dist_autotune.kernels.exchange.absence import await_parts
 from dist_autotune.kernels.exchange.streams import await_peers
+from dist_autotune.kernels.tp.gating import gate_backward_kernel, gate_kernel
 
 
 @ON_EACH
@@ -155,10 +156,16 @@ def test_in_fp8_bytes_are_multiplied_and_scaled_behind_the_loop_without_spills(k
 
 HERE = {"rank": "i32", "patience_ticks": "i32", "errors_ptr": "*i64"}
 PARTS = {"flags_ptr": "*i32", **HERE}
+GATED = dict.fromkeys(("gate_ptr", "up_ptr", "out_ptr"), "*bf16") | {"n": "i32"}
+OF_GATED = dict.fromkeys(("grad_ptr", "gate_ptr", "up_ptr", "of_gate_ptr", "of_up_ptr"), "*bf16") | {
+    "n": "i32"
+}
 ADD = {"a_ptr": "*fp32", "b_ptr": "*fp32", "out_ptr": "*fp32", "n": "i32"}
 SMALL = {  # a kernel, the types of its arguments, its constants, its warps
     "wait in place of a call": (await_parts, PARTS, {"WORLD": 8, "COUNTED": True}, 1),
     "meeting": (await_peers, {"flags_ptr": "*i32", "epoch": "i32", **HERE}, {"WORLD": 8}, 1),
+    "gated": (gate_kernel, GATED, {"BLOCK": 2048}, 4),
+    "gated, backward": (gate_backward_kernel, OF_GATED | {"n": "i32"}, {"BLOCK": 2048}, 4),
     "elementwise add": (pipelined_add.fn, ADD, {"BLOCK": 2048, "STAGES": 4}, 4),
 } | {
     f"hash of {bits} bits, {size}": (
