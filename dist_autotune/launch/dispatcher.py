@@ -49,6 +49,7 @@ class Dispatcher:
         # One rank leaves a kernel with one config to stock Triton: no peer can have more.
         self.passes_single = self.function.is_alone
         self._model = CallUnderWay(self, tunes=False)  # settled calls are copies of it
+        self._model_apart: CallUnderWay | None = None  # runs apart, which have one plan, are copies of it
         # By context and form, a launch to compile candidates for; dropped at the end of the run.
         self.to_preflight: dict[RankContext, dict[Any, tuple[Binding, Launch]]] = {}
         self.announced: dict[str, None] = {}  # lines about operations of the runs, each once
@@ -81,7 +82,7 @@ class Dispatcher:
             try:
                 result = self._launch(call, launch, binding, candidate)
                 self._keep_form(call, launch, binding, result)
-                if self._is_settled(call, binding.rank_context) and not failed:
+                if self._is_fixed(call, binding.rank_context) and not failed:
                     call.add(launch.tuner, binding.key, config)
                 return result
             except Exception as error:
@@ -119,6 +120,13 @@ class Dispatcher:
     def _takes_incumbents(self, call: CallUnderWay) -> bool:
         """Return whether launches of this call take incumbents now and admit no context."""
         return self._is_beside_session(call) or interception.is_capturing()
+
+    def _is_fixed(self, call: CallUnderWay, context: RankContext) -> bool:
+        """Return whether further launches of this call take the same config, and report nothing."""
+        if call.is_of_session and self.function.options.mode == "online":  # nothing is copied before a launch
+            is_apart = not call.tunes and self._model_apart is not None
+            return context.stage is Stage.SETTLED or (is_apart and context.order is not None)
+        return self._is_settled(call, context)
 
     def _is_settled(self, call: CallUnderWay, context: RankContext) -> bool:
         """Return whether later calls take the same config, from the fast path."""
@@ -284,11 +292,22 @@ class Dispatcher:
         self._registry.names.begin_run()
         with self._lock:
             self._begin_anew()
+            self._model_apart = None
             self._registry.has_news = True  # to the settled call after it
             self.run_under_way = call = CallUnderWay(self, tunes=tunes, written=self._written)
             call.announced = self.announced
         if tunes and hasattr(self._clock, "prepare"):  # of `EventClock`: before a kernel may wait for a peer
             self._clock.prepare()
+        return call
+
+    def begin_apart(self) -> CallUnderWay:
+        """Begin a run without a trial; those in a row launch what the first one has launched at once."""
+        if self._model_apart is None:
+            self.begin_run(tunes=False)
+            self._model_apart = CallUnderWay(self, tunes=False, written=self._written)
+        self._registry.names.begin_run()
+        self.run_under_way = call = self._model_apart.another()
+        call.announced = self.announced
         return call
 
     def _begin_anew(self) -> None:

@@ -80,7 +80,7 @@ class RankRun:
 
     def begin_apart(self) -> CallUnderWay:
         """Begin a run without a trial, of which nothing is reported; return its launches."""
-        return self._state.dispatcher.begin_run(tunes=False)
+        return self._state.dispatcher.begin_apart()
 
     def end_apart(self, launches: CallUnderWay) -> None:
         """End a run without a trial; the next report announces the keys that only it has launched."""

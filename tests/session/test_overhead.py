@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import triton
-from kernels_for_tests import add, double, launch, numbers
+from kernels_for_tests import Bench, add, double, launch, numbers
 from triton.runtime.autotuner import Autotuner
 
-from dist_autotune import contextual_autotune
+from dist_autotune import StepTuner, contextual_autotune
+from dist_autotune.launch.dispatcher import Dispatcher
 
 CALLS_PROMISED = 48  # of a method: together 2.4 to 4.4 us on one machine, the promise is 4 us
 PROMISES_ALLOWED = 4.5  # of these; a settled call takes 1.1 to 1.9, as caches and neighbours stretch both
@@ -188,3 +189,22 @@ def test_a_settled_launch_executes_no_more_of_python_than_a_stock_launch(monkeyp
         return (bytecodes(lambda: function(11)) - bytecodes(lambda: function(1))) / 10
 
     assert 0 < of_a_launch(tuned) <= of_a_launch(thunk)
+
+
+def test_steps_of_an_online_session_without_a_trial_take_the_way_of_settled_launches(monkeypatch):
+    bench, x, slow = Bench(), numbers(), []
+    monkeypatch.setattr(
+        Dispatcher, "launch", lambda *args, launch=Dispatcher.launch: (slow.append(args), launch(*args))[1]
+    )
+    kernels = [bench.kernel({16: 3.0, 32: 1.0, 64: 2.0}), bench.kernel({16: 1.0, 32: 3.0}, double)]
+    tuner = StepTuner(clock=bench.clock, log_dir=None, cache=False, progress=False, overhead=0.01)
+    ways = []
+    for _ in range(60):
+        slow.clear()
+        with tuner.step():
+            for kernel in kernels * 3:
+                launch(kernel, x)
+        ways.append(len(slow))
+    assert not tuner.settled
+    assert ways.count(0) > len(ways) / 2  # steps apart; the first of a row looks each key up once
+    assert ways.count(0) + ways.count(2) + ways.count(6) == len(ways)
