@@ -7,6 +7,7 @@ import contextlib
 import enum
 import functools
 import inspect
+import itertools
 import math
 import numbers
 import re
@@ -246,6 +247,8 @@ def _collect(function: Callable[..., Any], parts: dict[Any, str], constants: lis
 def _references(function: Callable[..., Any], source: str) -> Iterator[tuple[str, Any]]:
     """Yield the names and dotted names of globals and closure cells that the source mentions."""
     scope = {**getattr(function, "__globals__", {}), **inspect.getclosurevars(function).nonlocals}
+    if function.__name__ == "<lambda>":  # of one in a decorator the source is that of the decorated function
+        source = "\n".join(_names(function.__code__))
     try:
         tree = ast.parse(source)
     except SyntaxError:
@@ -255,6 +258,16 @@ def _references(function: Callable[..., Any], source: str) -> Iterator[tuple[str
             value = _resolved(node, scope)
             if value is not _UNKNOWN:
                 yield ast.unparse(node), value
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Yield the names that a function's code mentions, and those that may be dotted."""
+    yield from code.co_freevars
+    yield from code.co_names
+    yield from map(".".join, itertools.pairwise(code.co_names))
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
 
 
 def _resolved(node: ast.expr, scope: dict[str, Any]) -> Any:

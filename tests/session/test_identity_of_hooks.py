@@ -1,9 +1,11 @@
 """Heuristics are a part of a kernel, hooks of a config: what differs in them alone is another one."""
 
 import functools
+import types
 
 import pytest
 import triton
+import triton.language as tl
 from kernels_for_tests import Bench, launch, numbers, only, winner
 from operation_runs import on_ranks
 from rank_programs import ending, tune
@@ -34,6 +36,32 @@ def test_another_heuristic_is_another_kernel_to_the_cache():
         tuned = bench.tune(lambda kernel=kernel: launch(kernel, numbers()))
         tuned()
         assert only(tuned.report).status == status
+
+
+helpers = types.ModuleType("helpers")
+HEURISTICS = """
+@triton.heuristics({"EVEN": lambda args: is_even(args)})
+@triton.jit
+def kernel(x_ptr, EVEN: tl.constexpr):
+    tl.store(x_ptr, EVEN)
+"""
+
+
+@pytest.mark.parametrize(
+    "call", ["is_even(args)", "[is_even(each) for each in [args]]", "helpers.is_even(args)"]
+)
+def test_what_a_heuristic_in_a_decorator_calls_is_a_part_of_the_kernel(call, tmp_path):
+    path = tmp_path / "heuristics_module.py"
+    path.write_text(HEURISTICS.replace("is_even(args)", call))
+
+    def digest_with(is_even):
+        helpers.is_even = is_even
+        names = {"triton": triton, "tl": tl, "is_even": is_even, "helpers": helpers}
+        exec(compile(path.read_text(), path, "exec"), names)
+        return identity.kernel_identity(triton.autotune([triton.Config({})], [])(names["kernel"])).digest
+
+    assert digest_with(even) == digest_with(even)
+    assert digest_with(even) != digest_with(even_of_another_day)
 
 
 @on_ranks(2)
