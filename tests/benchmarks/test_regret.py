@@ -1,8 +1,6 @@
 """The benchmark of regret: sessions that tune, their picks as they were, and what is made of the times."""
 
 import json
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,20 +18,6 @@ TINY = "32x16x16"
 # ---- the process that starts the others
 
 
-SAYS_AND_FAILS = "import sys; print('ValueError: of a rank'); sys.exit(3)"
-HANGS = "import time; time.sleep(600)"
-LIMIT_S = 0.5
-
-
-class WithLimit(subprocess.Popen):
-    """A process whose limit is over if it hangs, and never before its end if it does not."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        if timeout == LIMIT_S and HANGS in self.args:
-            raise subprocess.TimeoutExpired(self.args, timeout)
-        return super().wait(None if timeout == LIMIT_S else timeout)
-
-
 def programs(monkeypatch: pytest.MonkeyPatch, *sources: str) -> list[tuple[str, ...]]:
     """Let these be what is started, one after another; return a list of the arguments that each is given."""
     started: list[tuple[str, ...]] = []
@@ -44,28 +28,6 @@ def programs(monkeypatch: pytest.MonkeyPatch, *sources: str) -> list[tuple[str, 
 
     monkeypatch.setattr(regret, "torchrun", torchrun)
     return started
-
-
-def start(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process lives on
-    monkeypatch.setattr(sys, "argv", [PROGRAM, "--op", "gemm_rs", "--directory", "kept", *arguments])
-    return regret.start_all(regret.parse())
-
-
-def test_a_session_that_fails_or_hangs_is_told_and_the_rest_goes_on(monkeypatch, capfd):
-    monkeypatch.setattr(subprocess, "Popen", WithLimit)
-    started = programs(monkeypatch, "", SAYS_AND_FAILS, HANGS, "", "")
-    assert start(monkeypatch, "--sessions", "4", "--session-limit-s", str(LIMIT_S), "--nproc", "3") == 0
-    lines = capfd.readouterr().out.splitlines()
-    assert lines[1].startswith("session 2: ")
-    assert lines[1].endswith("s, ended with 3; ValueError: of a rank")
-    assert lines[2].endswith("s, took longer than 0.5 s; it printed nothing")
-    endings = [(each.session, bool(each.trouble)) for each in Sessions(Path("kept")).ended()]
-    assert endings == [(1, False), (2, True), (3, True), (4, False)]
-    assert [arguments[-2:] for arguments in started[:4]] == [("--session", str(n)) for n in (1, 2, 3, 4)]
-    assert started[4][-4:-1] == ("--timing", "yes", "--ran-as")
-    command = "python -m benchmarks.regret --op gemm_rs --sessions 4 --session-limit-s 0.5 --nproc 3"
-    assert started[4][-1] == command
 
 
 # ---- picks

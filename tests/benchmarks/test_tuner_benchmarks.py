@@ -12,7 +12,6 @@ from programs import run_program, torchrun
 from benchmarks.common import render
 from benchmarks.tuner import clock_error, tuning_time
 from benchmarks.tuner.tuning_time import ARMS
-from benchmarks.tuner.whole_step import gains_of
 
 PROGRAM = "benchmarks.tuner.tuning_time"
 
@@ -97,8 +96,3 @@ def test_times_in_context_are_the_gpus_own_within_3_percent_and_two_events_or_fl
 def measured(**ms):
     arms = [{"name": name, "ms": each} for name, each in ms.items()]
     return {"arms": [*arms, {"name": "broken", "unavailable": "no device"}]}
-
-
-def test_the_gain_that_was_found_is_a_part_of_the_best_familys():
-    facts = gains_of(measured(launches=10.0, run=6.4, **{"all: 100": 6.0, "all: 132": 10.0}))
-    assert (facts["best_family_plan"], facts["gain_found_percent"]) == ("all: 100", 90.0)

@@ -30,10 +30,10 @@ def tune(bench: Bench, thunk: Callable[..., Any] | None = None, **options: Any) 
 
 
 def tuned_step(ms: Mapping[int, Ms], function: Any = add, **options: Any) -> tuple[Any, Bench]:
-    """Return a tuned function that launches one kernel, and the bench that notes its launches."""
+    """Return a tuned function that launches one kernel, of so many numbers, and the bench that notes it."""
     bench = Bench()
     kernel = bench.kernel(ms, function)
-    return tune(bench, lambda: launch(kernel, numbers()), **options), bench
+    return tune(bench, lambda n=64: launch(kernel, numbers(n)), **options), bench
 
 
 def grid(rank: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
-from kernels_for_tests import Bench, launch, numbers
 from operation_runs import on_ranks
 from programs import environment_of_rank
 from rank_programs import (
@@ -19,7 +18,6 @@ from rank_programs import (
     failing_step,
     join,
     raise_,
-    tune,
     tuned_step,
     wait_for,
 )
@@ -90,9 +88,7 @@ def test_the_store_holds_no_key_of_ours_behind_sessions_that_end_or_fail():
     def program(rank):
         step, _, _ = failing_step(rank, fails={1: lambda: raise_(Boom("boom"))}, at_run=3)
         endings = [ending(step).partition(":")[0].partition("(")[0] for _ in range(2)]
-        bench = Bench()
-        kernel = bench.kernel({16: 1.0, 32: 2.0})
-        sweep = tune(bench, lambda n: launch(kernel, numbers(n)))
+        sweep, _ = tuned_step({16: 1.0, 32: 2.0})
         with ThreadPoolExecutor(1) as pool:  # two sessions take turns
             turns = pool.submit(tuned_step({16: 1.0, 32: 2.0}, name="another")[0])
             sweep(8)
@@ -121,9 +117,7 @@ def test_letters_that_are_read_behind_the_next_session_leave_no_key_in_the_store
                 genuine(*args)
 
             monkeypatch.setattr(questions._Listener, "_read_letters", read_late)
-        bench = Bench()
-        kernel = bench.kernel({16: 1.0, 32: 2.0})
-        sweep = tune(bench, lambda n: launch(kernel, numbers(n)))
+        sweep, _ = tuned_step({16: 1.0, 32: 2.0})
         sweep(8)
         sweep(24 if rank else 8)
         dist.barrier()

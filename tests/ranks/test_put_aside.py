@@ -5,7 +5,7 @@ import time
 import pytest
 import torch.distributed as dist
 from kernels_for_tests import Bench, launch, numbers, records
-from rank_programs import TIMEOUT_S, blocks_of, tune
+from rank_programs import TIMEOUT_S, blocks_of, tune, tuned_step
 
 from dist_autotune.tuner import session_exchanges
 from ranks import assert_all_ok, meet, run_ranks
@@ -39,9 +39,7 @@ def test_ranks_that_call_less_often_cost_the_others_short_waits_and_keys_are_tun
 
 def test_a_rank_whose_loader_is_slow_is_waited_for_over_all_steps_between_two_exchanges():
     def program(rank):
-        bench = Bench()
-        kernel = bench.kernel({16: 3.0, 32: 1.0, 48: 2.0, 64: 4.0})
-        step = tune(bench, lambda: launch(kernel, numbers()), mode="online", overhead=0.02)
+        step, _ = tuned_step({16: 3.0, 32: 1.0, 48: 2.0, 64: 4.0}, mode="online", overhead=0.02)
         for _ in range(40):
             time.sleep(0.2 * rank)  # the loader
             step()
@@ -55,9 +53,7 @@ def test_a_rank_whose_loader_is_slow_is_waited_for_over_all_steps_between_two_ex
 
 def test_after_three_calls_in_a_row_the_keys_stay_untuned_until_all_meet_again():
     def program(rank):
-        bench = Bench()
-        kernel = bench.kernel({16: 3.0, 32: 1.0, 48: 2.0, 64: 4.0})
-        step = tune(bench, lambda: launch(kernel, numbers()), mode="online")
+        step, _ = tuned_step({16: 3.0, 32: 1.0, 48: 2.0, 64: 4.0}, mode="online")
         step()
         took_s = []
         if rank == 0:

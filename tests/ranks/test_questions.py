@@ -2,6 +2,7 @@
 
 import os
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -196,3 +197,28 @@ def test_a_peer_that_is_gone_costs_its_waits_only():
     assert max(took_s[3:]) < 0.5
     assert settled
     assert untuned[0][2].startswith("rank 1 gave no answer within")
+
+
+# ---- a rank that comes to the call, or to its end, while it reads a question about it
+
+
+class Moving(questions.CallCount):
+    """A count whose rank begins to ask, and goes on, between two looks at it."""
+
+    looks = 0
+
+    def place(self, _=None):
+        self.looks += 1
+        self.asks_before = self.asks_behind = int(self.looks > 1)
+        return self.asks_before
+
+
+@pytest.mark.parametrize(("begins", "place"), [(False, "ended"), (True, "begun")])
+def test_a_rank_that_begins_to_ask_while_a_letter_is_read_does_not_refuse(begins, place, monkeypatch):
+    monkeypatch.setattr(Moving, place, property(Moving.place, lambda self, value: None), raising=False)
+    store, letter = dist.HashStore(), questions.Letter("s", 1, 0, (0, 1), begins)
+    count = Moving(mock.Mock(), "s", (0, 1), 1, mock.Mock(), mock.Mock())
+    answering = questions._Listener({"s": count}, set(), 1)._answered(store, letter)
+    for _ in answering:
+        pass
+    assert not any(store.check([letter.key(part)]) for part in ("", "/left"))

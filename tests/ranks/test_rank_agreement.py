@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from kernels_for_tests import Bench, launch, numbers
-from rank_programs import blocks_of, own_cache, statuses_of, tune
+from rank_programs import blocks_of, own_cache, statuses_of, tune, tuned_step
 
 from dist_autotune.tuner import session
 from ranks import assert_all_ok, run_ranks
@@ -23,10 +23,8 @@ def test_ranks_expect_alike_what_other_keys_tell_and_try_the_same_few():
         def noisy(launch):
             return 1 + abs(launch.block - 64) / 32 + 0.02 * torch.rand((), generator=generator).item()
 
-        bench = Bench()
-        kernel = bench.kernel(dict.fromkeys(blocks, noisy))
         options = {"search": "expected", "n_repeat": None, "n_warmup": None, "cache": own_cache(rank)}
-        step = tune(bench, lambda n: launch(kernel, numbers(n)), **options)
+        step, bench = tuned_step(dict.fromkeys(blocks, noisy), **options)
         for n in sizes:
             assert torch.equal(step(n), numbers(n) + 1)
         (context,) = step.report.contexts
@@ -47,10 +45,8 @@ def test_a_budget_ends_the_search_on_all_ranks_at_once_and_the_next_call_goes_on
         if limit == "seconds" and rank == 1:  # on this rank alone, time flies
             elapsed_s = property(lambda self: 15.0 * self.executions)
             monkeypatch.setattr(session.Session, "elapsed_s", elapsed_s)
-        bench, x = Bench(), numbers()
-        kernel = bench.kernel({16: 3.0, 32: 2.0, 64: 1.0})
         options = {"max_runs": 3} if limit == "runs" else {"budget_s": 60.0}
-        step = tune(bench, lambda: launch(kernel, x), n_repeat=2, **options)
+        step, _ = tuned_step({16: 3.0, 32: 2.0, 64: 1.0}, n_repeat=2, **options)
         seen = []
         while not step.settled:
             step()

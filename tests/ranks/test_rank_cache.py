@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import triton
-from kernels_for_tests import Bench, add, double, launch, numbers, only, records
+from kernels_for_tests import KEY, Bench, add, double, launch, numbers, only, records
 from msgspec import structs
 from operation_runs import on_ranks
-from rank_programs import blocks_of, own_cache, statuses_of, tune, tune_on_disk
+from rank_programs import blocks_of, own_cache, statuses_of, tune, tune_on_disk, tuned_step
 
 from dist_autotune.storage import bundle
 from dist_autotune.storage import winners as cache_module
@@ -195,10 +195,6 @@ def test_memory_that_runs_out_once_in_a_settled_launch_parts_no_ranks(watch):
     assert one == ({"add64": 64}, [16, 64, 64, 64], True)
 
 
-def numbers_key(x):
-    return (x.numel(), "torch.float32", "torch.float32")
-
-
 @pytest.mark.parametrize("by", ["stock", "a session of one rank", "another group"])
 @on_ranks(4)
 def test_what_the_ranks_of_this_group_have_not_agreed_does_not_count(rank, by):
@@ -206,7 +202,7 @@ def test_what_the_ranks_of_this_group_have_not_agreed_does_not_count(rank, by):
     bench, x = Bench(), numbers()
     kernel = bench.kernel({16: 1.0, 32: 2.0, 64: 3.0})
     if by == "stock":
-        kernel.cache[numbers_key(x)] = kernel.configs[1 + rank % 2]
+        kernel.cache[KEY] = kernel.configs[1 + rank % 2]
     elif by == "a session of one rank":
         own = bench.kernel({16: 1.0, 32: 0.1 if rank else 5.0})
         own.cache = kernel.cache
@@ -215,11 +211,11 @@ def test_what_the_ranks_of_this_group_have_not_agreed_does_not_count(rank, by):
     else:
         kernel.fn.ms = {16: 3.0, 32: 1.0 + 4 * (rank % 2), 64: 2.0}
         tune(bench, lambda: launch(kernel, x), group=groups[rank % 2])()
-        assert kernel.cache[numbers_key(x)].kwargs["BLOCK"] == (64 if rank % 2 else 32)
+        assert kernel.cache[KEY].kwargs["BLOCK"] == (64 if rank % 2 else 32)
         kernel.fn.ms = {16: 1.0, 32: 2.0, 64: 3.0}
     step = tune(bench, lambda: launch(kernel, x))
     step()
-    assert (statuses_of(step), blocks_of(step), kernel.cache[numbers_key(x)].kwargs) == (
+    assert (statuses_of(step), blocks_of(step), kernel.cache[KEY].kwargs) == (
         {"add64": "tuned"},
         {"add64": 16},
         {"BLOCK": 16},
@@ -268,9 +264,7 @@ def test_all_ranks_race_the_best_of_an_old_entry_that_some_of_them_hold(warm, mo
 
 def sweep(rank, sizes, **options):
     """Tune each size in turn; return the BLOCKs launched for the last one, and its winner."""
-    bench = Bench()
-    kernel = bench.kernel({16: 3.0, 32: 1.0 + rank, 64: 9.0})
-    step = tune(bench, lambda n: launch(kernel, numbers(n)), **options)
+    step, bench = tuned_step({16: 3.0, 32: 1.0 + rank, 64: 9.0}, **options)
     for n in sizes:
         step(n)
     return bench.blocks(n=sizes[-1]), blocks_of(step)

@@ -154,9 +154,8 @@ def test_a_mesh_of_one_dimension_is_its_group():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         with pytest.raises(InvalidOption, match=r"of 2 dimensions \('dp', 'tp'\): give one, as mesh\['tp'\]"):
             contextual_autotune(is_dist=True, group=mesh)
-        bench = Bench()
-        kernel = bench.kernel({16: 1.0 if rank % 2 else 2.0, 32: 1.5 if rank < 2 else 2.5})
-        step = tune(bench, lambda: launch(kernel, numbers()), group=mesh["tp"])
+        ms = {16: 1.0 if rank % 2 else 2.0, 32: 1.5 if rank < 2 else 2.5}
+        step, bench = tuned_step(ms, group=mesh["tp"])
         for _ in range(2):
             step()
         return step.report.world_size, blocks_of(step), len(bench.blocks()), step.settled

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from kernels_for_tests import Bench, ScriptedClock, launch, numbers, records
 from operation_runs import on_ranks
-from rank_programs import blocks_of, settled_step, tune
+from rank_programs import blocks_of, settled_step, tune, tuned_step
 
 from dist_autotune.logs.records import Note
 from dist_autotune.timing.samples import READ_WITHIN_RUNS
@@ -76,9 +76,7 @@ def test_without_watch_new_keys_keep_the_config_of_the_nearest_key_and_are_told_
 
 def test_a_key_that_is_launched_seldom_takes_its_result_from_disk_and_waits_for_nothing():
     def evaluation(rank):
-        bench = Bench()
-        kernel = bench.kernel({16: 3.0, 32: 1.0})
-        tune(bench, lambda: launch(kernel, numbers(96)), cache="cache")()
+        tuned_step({16: 3.0, 32: 1.0}, cache="cache")[0](96)
 
     def training(rank):
         bench = Bench()

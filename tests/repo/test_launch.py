@@ -139,14 +139,3 @@ def test_an_environment_keeps_the_install_of_another_checkout_unless_told(machin
     assert "program.py" in told.stdout
     gone = machine.run(*command, gpus=8, MISSING="dist-autotune from /no/such/place")
     assert (gone.returncode, "replaces the install from /no/such/place" in gone.stderr) == (0, True)
-
-
-def test_all_tests_have_several_workers_and_those_on_gpus_and_chosen_ones_none(machine):
-    lines = machine.run("test", "-x").stdout.splitlines()
-    worlds = [(line.rpartition("/")[2], "-n " in line, "--dist worksteal" in line) for line in lines]
-    assert worlds == [("tests -x", True, True), ("aot -x", True, True)]
-    (line,) = machine.run("test", "--gpu", "--part", "1/2").stdout.splitlines()
-    assert line.endswith("/tests --part 1/2")
-    assert "-n " not in line
-    (line,) = machine.run("test", "program.py", "-k", "some").stdout.splitlines()
-    assert line.endswith("pyproject.toml program.py -k some")

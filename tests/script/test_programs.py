@@ -113,13 +113,6 @@ def test_the_recipe_of_a_framework_tunes_its_steps(tmp_path, monkeypatch, name, 
     assert len({str(plan) for plan in plans[0]}) > 2  # several configs were tried
 
 
-def test_the_recipe_of_a_loop_tunes_each_step(bench, kernel):
-    loop = {"batches": [numbers()] * 40, "train": lambda x: launch(kernel, x)}
-    exec(recipe("loop.py"), loop)
-    assert loop["tuner"].report is not None
-    assert {16, 32} <= set(bench.blocks())
-
-
 def test_the_recipe_of_an_evaluation_settles_both(bench, kernel):
     x, weight = numbers(), torch.zeros(1, requires_grad=True)
     names = {

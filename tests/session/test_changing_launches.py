@@ -18,9 +18,7 @@ from kernels_for_tests import (
     records,
     winner,
 )
-from typer.testing import CliRunner
 
-from dist_autotune.cli.commands import app
 from dist_autotune.logs.records import ContextAdmitted, ContextSettled, SessionClosed
 
 
@@ -123,18 +121,6 @@ def test_it_is_tried_against_the_first_config_and_all_others(bench, tuned):
     assert sorted(only(tuned.report).timings.values()) == [1.0, 2.0, 3.0]
 
 
-@pytest.mark.parametrize("mode", ["tune", "cached"])
-def test_the_next_process_begins_with_what_is_on_disk(bench, tuned, mode, monkeypatch):
-    monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
-    fresh = bench.kernel(SMALL_OR_LARGE, do_bench=no_bench)
-    again = bench.tune(lambda n: launch(fresh, numbers(n)))
-    again(2048)
-    again(100)
-    assert (bench.blocks(n=2048)[0], bench.blocks(n=100)[0]) == (64, 32)
-    if mode == "cached":
-        assert bench.blocks() == [64, 32]
-
-
 @pytest.mark.parametrize("mode", ["replay", "online"])
 def test_in_the_cached_mode_keys_without_a_result_are_told_as_untuned_from_the_first_call_on(
     bench, tuned, mode, monkeypatch
@@ -195,38 +181,6 @@ def test_expected_tries_what_four_other_keys_let_expect_something_of(bench, sear
     assert told.startswith("tried 3 of 14; the rest was expected at least") == (search == "expected")
     assert told in str(tuned.report)
     assert told in Path(".autotune_logs/rank-0.log").read_text()
-
-
-@pytest.mark.parametrize(
-    ("search", "is_carried"), [("expected", False), ("auto", False), ("expected", True)], ids=repr
-)
-def test_the_next_process_expects_of_a_new_key_what_the_entries_on_disk_tell(
-    bench, search, is_carried, tmp_path, monkeypatch
-):
-    """What all keys tell is left out of the one that is the nearest: its own winner is another.
-
-    is_carried: by a bundle, into an empty cache.
-    """
-    odd = {
-        block: lambda launch, ms=ms: 0.9 if launch.n == 900 and launch.block == 8 else ms
-        for block, ms in MANY.items()
-    }
-    kernels = bench.kernel(odd), bench.kernel(odd)  # one of each process
-    sizes = (64, 128, 256, 512, 900)
-    options = {"n_repeat": None, "n_warmup": None}
-    first = bench.tune(lambda n: launch(kernels[0], numbers(n)), search="racing", **options)
-    for n in sizes:
-        first(n)
-    bench.forget()
-    if is_carried:
-        assert CliRunner().invoke(app, ["cache", "export", "all.json"]).exit_code == 0
-        monkeypatch.setenv("DIST_AUTOTUNE_CACHE_DIR", str(tmp_path / "other"))
-        assert CliRunner().invoke(app, ["cache", "import", "all.json"]).exit_code == 0
-    tuned = bench.tune(lambda n: launch(kernels[1], numbers(n)), search=search, **options)
-    tuned(1024)
-    context = only(tuned.report)
-    assert (bench.blocks()[0], block_of(context.config)) == (64, 64)
-    assert len(context.timings) == (3 if search == "expected" else 14)
 
 
 def block_of_text(text):

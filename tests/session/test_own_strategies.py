@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from kernels_for_tests import launch, numbers, only, out_of_resources, winner
+from kernels_for_tests import launch, numbers, out_of_resources
 
 from dist_autotune import TuningError
 from dist_autotune.search.strategies import Warmup
@@ -23,25 +23,6 @@ def test_a_strategy_is_told_the_time_so_far_and_inf_for_a_ban(bench):
     kernel.fn.failures[32] = out_of_resources
     bench.tune(lambda: launch(kernel, numbers()), search=listening)()
     assert told == [2.0, 2.0, 2.5, math.inf]  # a warm-up is no sample
-
-
-# ---- whose winner stands
-
-
-def insists(candidates, *, n_warmup, n_repeat):
-    for index in candidates:
-        sent = yield index
-        assert isinstance(sent, float)
-    return 2
-
-
-@pytest.mark.parametrize(("failing", "ms"), [([64], 0.5), ([], math.nan)], ids=["banned", "no sample"])
-def test_a_winner_that_is_banned_or_has_no_sample_is_replaced_by_the_best_known(bench, failing, ms):
-    kernel = bench.kernel({**MS, 64: ms})
-    kernel.fn.failures.update(dict.fromkeys(failing, out_of_resources))
-    tuned = bench.tune(lambda: launch(kernel, numbers()), search=insists)
-    tuned()
-    assert winner(only(tuned.report)) == 32
 
 
 # ---- what a strategy may not do

@@ -213,17 +213,6 @@ def test_retune_ignores_what_memory_and_disk_hold(bench, tmp_cache):
     assert bench.blocks() == [16, 32, 16, 16]
 
 
-def test_retune_in_the_middle_of_a_session_starts_it_anew(bench):
-    tuned = bench.tuned({16: 3.0, 32: 1.0, 64: 2.0}, mode="online")
-    tuned()
-    tuned()
-    tuned.retune()
-    for _ in range(4):
-        tuned()
-    assert bench.blocks() == [16, 32, 16, 32, 64, 32]
-    assert tuned.settled
-
-
 # ---- modes
 
 

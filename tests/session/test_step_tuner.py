@@ -156,14 +156,6 @@ def test_a_step_closed_on_another_thread_is_an_error_and_leaves_nothing_locked(
     assert winner(only(step_tuner.report)) == 32
 
 
-def test_with_the_mode_off_a_step_is_nothing(bench, step_tuner, monkeypatch):
-    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "off")
-    with step_tuner.step():
-        assert is_outside()
-    assert step_tuner.report is None
-    assert step_tuner.settled  # a loop that waits for it ends
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -88,8 +88,11 @@ def test_a_result_that_is_a_lazy_view_stays_what_it_was(view):
 
 
 @pytest.mark.parametrize("at_run", [0, 1, 2])
-def test_a_run_that_raises_leaves_exactly_its_own_effects(bench, at_run):
-    kernel, y, runs = in_place(bench), torch.zeros(64), itertools.count()
+@pytest.mark.parametrize("by", ["restore_value", "preserve"])
+def test_a_run_that_raises_leaves_exactly_its_own_effects(bench, at_run, by):
+    kernel, y, runs = bench.kernel(MS, accumulate), torch.zeros(64), itertools.count()
+    if by == "restore_value":
+        kernel = in_place(bench)
 
     def thunk():
         launch(kernel, ones(), y)
@@ -97,7 +100,7 @@ def test_a_run_that_raises_leaves_exactly_its_own_effects(bench, at_run):
             raise Mine
         launch(kernel, ones(), y)
 
-    tuned = bench.tune(thunk)
+    tuned = bench.tune(thunk, preserve=[y] if by == "preserve" else ())
     with pytest.raises(Mine):
         tuned()
     assert torch.equal(y, ones())

@@ -15,7 +15,6 @@ from dist_autotune.bits.outputs import OutputDigests
 from dist_autotune.bits.tensor_hash import hash_kernel, hash_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
-DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
 
 
 def on_gpu(tensor, programs=3, block=64):
@@ -27,13 +26,6 @@ def on_gpu(tensor, programs=3, block=64):
 
 
 HASHES = pytest.mark.parametrize("hash_of", [hash_tensor, on_gpu], ids=["on the CPU", "by the kernel"])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [0, 1, 5, 300])
-def test_the_kernel_s_sums_depend_on_no_order(dtype, size):
-    tensor = (torch.randn(size, generator=torch.Generator().manual_seed(0)) * 100).to(dtype)
-    assert torch.equal(on_gpu(tensor), on_gpu(tensor, programs=1, block=32))
 
 
 @HASHES
@@ -67,14 +59,6 @@ def test_strides_do_not_count(hash_of):
     assert torch.equal(hash_of(tensor.t().contiguous().t()), hash_of(tensor))
     assert torch.equal(hash_of(tensor[:, ::2]), hash_of(tensor[:, ::2].contiguous()))
     assert torch.equal(hash_of(torch.ones(1).expand(5)), hash_of(torch.ones(5)))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("size", [1, 1000, 5_000_001])
-def test_the_hash_on_a_gpu_repeats_itself_and_tells_values_apart(size):
-    tensor = torch.randn(size, generator=torch.Generator().manual_seed(0)).cuda()
-    assert torch.equal(hash_tensor(tensor), hash_tensor(tensor.clone()))
-    assert not torch.equal(hash_tensor(tensor), hash_tensor(-tensor))
 
 
 @pytest.mark.gpu

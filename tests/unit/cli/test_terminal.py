@@ -11,12 +11,10 @@ from msgspec import structs
 from rich.cells import cell_len
 from rich.console import Console
 
-from dist_autotune.cli import terminal
 from dist_autotune.logs import records
 from dist_autotune.logs.writer import SessionLog
 from dist_autotune.reports.history import load_history
 from dist_autotune.reports.tables import history_parts, write_html
-from dist_autotune.tuner.report import Findings, TunedContext, TuningReport
 
 LONG = ", ".join(f"BLOCK_{name}: {64 + place}" for place, name in enumerate("MNKABCDEFGH"))
 OPTIONS = "num_warps: 4, num_ctas: 1, num_stages: 3, maxnreg: None, ir_override: None"
@@ -93,34 +91,6 @@ def test_a_terminal_obeys_nothing_that_a_log_says(tmp_path: Path) -> None:
         lines = "\n".join(printed(tmp_path, width))
         assert not re.search(r"[\x00-\x09\x0b-\x1f]", lines)
         assert lines.count(r"\x1b[31mred\x07") >= 4
-
-
-ENDED = TuningReport(
-    runs=9,
-    contexts=tuple(
-        TunedContext(kernel="k" * 60, key=(n,), config={"BLOCK": "x" * 60}, ms=1.5, default_ms=3.0)
-        for n in (1, 2)
-    ),
-    log_dir="logs",
-    function="step",
-)
-
-
-def test_and_on_a_terminal_it_fits_80_columns(capfd, monkeypatch):
-    for name, text in (("FORCE_COLOR", "1"), ("NO_COLOR", "1"), ("COLUMNS", "80")):
-        monkeypatch.setenv(name, text)
-    terminal.print_ending([Findings(ENDED, (("k", (7,), "too seldom"),))], "a remark")
-
-    text = re.sub(r"\x1b\[[0-9;]*m", "", capfd.readouterr().err)
-    assert max(cell_len(line.rstrip()) for line in text.splitlines()) <= 80
-    assert text.count("x" * 10) >= 2
-    assert text.splitlines()[-5:] == [
-        "In all: 2 contexts, 2 settled, 2 tuned",
-        "Untuned: k[7]: too seldom",
-        "Tuning took 0.0 s in all",
-        "Report: dist-autotune report logs",
-        "dist_autotune: a remark",
-    ]
 
 
 def write_many_candidates(directory: Path, *, settled: bool = True, **settling: object) -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from dist_autotune.cli.commands import app
 from dist_autotune.doctor import examination
 from dist_autotune.doctor.examination import REPORT, Examination, ProbeResult, run_probe
-from dist_autotune.doctor.findings import Finding, is_healthy, judge
+from dist_autotune.doctor.findings import is_healthy, judge
 
 HANG = [sys.executable, "-c", "import signal; signal.pause()"]
 
@@ -125,18 +125,8 @@ def machine(gpus: int = 0, **changes: Any) -> Examination:
     return dataclasses.replace(healthy, **changes)
 
 
-def findings_of(seen: Examination, level: str) -> list[Finding]:
-    return [finding for finding in judge(seen) if finding.level == level]
-
-
-def test_a_problem_is_printed_with_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = with_ranks({}, stage="shm", problem="OSError: no space")
-    monkeypatch.setattr(examination, "examine", lambda: broken)
-    result = run()
-    assert result.exit_code == 1
-    assert "OSError: no space" in result.stdout
-    assert "problem: two CPU ranks: Give /dev/shm space" in result.stdout
-    assert "Something needed is broken." in result.stdout
+def with_versions(**versions: str) -> Examination:
+    return machine(versions=machine().versions | versions)
 
 
 def with_ranks(facts: dict[str, Any], *, stage: str = "", problem: str = "") -> Examination:
@@ -160,6 +150,7 @@ def with_ranks(facts: dict[str, Any], *, stage: str = "", problem: str = "") -> 
             "docs/environment.md",
         ),
         (machine(unknown_variables="X"), "remark", "variables", "docs/environment.md"),
+        (with_versions(numpy="2.4.0"), "problem", "numpy", "pip install 'numpy<2.4'"),
         (machine(gpus=1, is_interpreted=True), "remark", "kernels run", "Unset TRITON_INTERPRET"),
         (machine(is_interpreted=False), "remark", "kernels run", "Set TRITON_INTERPRET=1"),
         (machine(host=ProbeResult(stage="devices", problem="cut off")), "problem", "this host", "nvidia-smi"),
@@ -184,9 +175,3 @@ def test_gpus_that_torch_does_not_see_are_findings_of(variables, cuda, level) ->
     seen.versions["CUDA"] = cuda
     (finding,) = [finding for finding in judge(seen) if finding.check == "GPUs"]
     assert (finding.level, finding.seen) == (level, "the driver lists 8 GPUs, torch sees none")
-
-
-def test_libraries_that_do_not_go_together_are_a_problem() -> None:
-    clash = machine()
-    clash.versions.update(triton="3.6.0", numpy="2.4.0")
-    assert [finding.next_step for finding in findings_of(clash, "problem")] == ["pip install 'numpy<2.4'"]

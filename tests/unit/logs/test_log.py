@@ -1,19 +1,16 @@
 """Logs: what is in the files, that nothing in them is lost or torn, and what they cost."""
 
 import os
-import typing
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from example_files import session_records
 
 from dist_autotune.codec import to_json
 from dist_autotune.logs import records, writer
 from dist_autotune.logs.records import describe_skipped, read_records
-from dist_autotune.logs.writer import LogLines, SessionLog
+from dist_autotune.logs.writer import SessionLog
 from ranks import assert_all_ok, run_ranks
 
 
@@ -30,26 +27,6 @@ def read(path: Path) -> list[records.Record]:
 
 def lines(path: Path) -> list[str]:
     return [line for line in path.read_text().splitlines() if line]
-
-
-# ---- the two files
-
-
-@pytest.mark.parametrize("kind", typing.get_args(records.AnyRecord), ids=lambda kind: kind.__name__)
-def test_every_kind_of_record_has_one_line_and_reads_back(kind: type[records.Record]) -> None:
-    known = {type(record): record for record in session_records()}
-    known[records.RunFailed] = records.RunFailed(run=3, by_rank=1, error="ValueError: two\nlines")
-    known[records.Note] = note("said")
-    known[records.Preflighted] = records.Preflighted(
-        run=0, kernel="f", key="1", compiled=3, from_peers=2, cached=1, failed=1, seconds=4.2, workers=2
-    )
-    known[records.RunTimed] = records.RunTimed(run=3, judged="c0ffee|c1", counts=True, ms=2.5, median_ms=2.5)
-    known[records.Merged] = records.Merged(
-        run=3, payload={"kind": "run", "parts": {"c0ffee": {"ran": "c1", "ranks": 2, "ms": 2.5}}}
-    )
-    record = known[kind]
-    assert "\n" not in LogLines().line(record)
-    assert msgspec.json.decode(to_json(record), type=kind) == record
 
 
 # ---- several writers, and writers that die

@@ -127,7 +127,7 @@ def product_ms(shape: tuple[int, int, int], config: tuple[int, ...]) -> float:
     return math.ceil(blocks / 132) * max(products, loads) * noise + 0.002
 
 
-@pytest.mark.parametrize("shape", [(64, 8192, 8192), (2048, 5120, 512), (1024, 1024, 8192)])
+@pytest.mark.parametrize("shape", [(64, 8192, 8192), (2048, 5120, 512)])
 def test_of_4800_configs_at_most_150_are_compiled_and_the_pick_is_near_the_best_of_a_random_1000(shape):
     names = "BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "num_warps", "num_stages"
     values = ((16, 32, 64, 128, 256),) * 2 + ((16, 32, 64, 128), (1, 4, 8, 16), (4, 8, 16), (2, 3, 4, 5))

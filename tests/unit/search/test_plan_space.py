@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from dist_autotune.search.plans.search import MOST_PLANS, fastest_plan, starts_of
+from dist_autotune.search.plans.search import fastest_plan
 from dist_autotune.search.plans.space import MOST_CANDIDATES, PlanSpace, levels_of
 
 # The fastest of each share, one that is slower than another of its share, one beyond three times the fastest.
@@ -29,16 +29,6 @@ def test_of_many_candidates_a_slow_one_that_leaves_room_may_win_beside_an_option
     levels = levels_of("k", ms, {index: 0.5 if index == 19 else 1.0 for index in ms}, incumbent=3)
     assert levels.incumbent == 3 == next(iter(levels.usable))
     assert levels.usable.keys() == {*range(MOST_CANDIDATES - 1), 19}
-
-
-def test_of_thousands_of_options_together_no_more_are_looked_at_than_are_raced(monkeypatch):
-    choices = {name: list(range(20)) for name in "abc"}
-    launched = {(name, option): frozenset("abc") for name in choices for option in choices[name]}
-    space = PlanSpace([], choices, launched, {name: [f"{name}{i}" for i in range(20)] for name in "abc"})
-    seen, genuine = [], PlanSpace.with_kernels
-    monkeypatch.setattr(PlanSpace, "with_kernels", lambda *about: seen.append(about) or genuine(*about))
-    starts_of(space)
-    assert len(seen) < 2 * MOST_PLANS
 
 
 def space_of(drawn):
