@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,11 +13,12 @@ from torch.nn.functional import grouped_mm
 from dist_autotune import tunable
 
 from ..configs import INTERPRETED, capability
-from ..launches.loading import launch
+from ..launches.prepared import PlainLaunches
+from ..launches.settled import Grid, TunedKernel, TunedLaunch
 from ..moe.launch import lies_for_tma, size_class
 from ..signals import GIVEN_UP
 from ..symm import SymmetricMemory, SymmetricTensor
-from ..tensors import begin_at_16_bytes, lies_by_columns, pitch_of
+from ..tensors import begin_at_16_bytes, lies_by_columns, pitch_of, remember
 from .combine_kernels import collect_dots, combine_rows, grade_rows
 from .dispatch_kernels import gather_rows, send_tokens
 from .product_kernel import multiply_rows
@@ -34,6 +36,10 @@ INTERPRETED_PROGRAMS = 2  # of a product
 TMA_CAPABILITY = 9
 GROUPED_CAPABILITIES = (9, 10)  # on others torch's host reads the offsets, and multiplies expert by expert
 TORCH, OURS = "grouped_mm", "multiply_rows"  # products of rows that are here
+
+_SEND, _GATHER, _COMBINE = map(TunedKernel, (send_tokens, gather_rows, combine_rows))
+_GRADE, _MULTIPLY = map(TunedKernel, (grade_rows, multiply_rows))
+_COUNT, _PLACE, _COLLECT = map(PlainLaunches, (count_choices, place_choices, collect_dots))
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +91,9 @@ class Launches:
         self._sent_to = self._table(self.tokens, self._ids, self._weights, self._counts, self.flags)
         self._returned_to = self._table(self._choices, self.flags)
         self._graded_to = self._table(self._dots, self.flags)
+        self._known: dict[Hashable, TunedLaunch] = {}  # by all that they depend on
+        held = (self._ids.local, self._counts.local, self.flags.local, errors, self._state, self._found)
+        self._kind = (device, world, *sizes, *_how(held))  # of kernels that are not tuned
         self._sms = 0
         if device.type == "cuda":
             self._sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -124,9 +133,25 @@ class Launches:
         shape = {"H": self.sizes.hidden, "K": self.sizes.topk}
         return {**shape, "WORLD": self._memory.world_size, "BLOCK": block}
 
-    def _grid(self, items: int) -> Any:
+    def _grid(self, items: int) -> Grid:
         sms = self._sms or INTERPRETED_SMS
-        return lambda meta: (max(1, min(items, meta["PER_SM"] * sms)),)
+        return lambda meta: (max(1, min(items, meta["PER_SM"] * sms)), 1, 1)
+
+    def _launch(
+        self,
+        kernel: TunedKernel,
+        grid: Grid,
+        tensors: tuple[torch.Tensor, ...],
+        numbers: tuple[int, ...],
+        constants: dict[str, Any],
+    ) -> None:
+        """Enqueue a tuned kernel: launches with equal numbers, and tensors that lie alike, share a way."""
+        kind = (kernel, *_how(tensors), *numbers, *constants.values())
+        known = self._known.get(kind)
+        if known is None:
+            made = TunedLaunch(kernel, grid, constants, numbers=numbers)
+            known = remember(self._known, kind, made)
+        known((), tensors, ())
 
     def send(
         self,
@@ -143,23 +168,28 @@ class Launches:
         sizes, world = self.sizes, self._memory.world_size
         held = (self.tokens, self._ids, self._weights, self._counts, self.flags)
         items = world * sizes.tokens * sizes.topk if at_once else len(x)
-        send_tokens[self._grid(items)](
-            *(x.detach(), d.topk_ids, self._weights.local if weights is None else weights),
+        tensors = (
+            *(x, d.topk_ids, self._weights.local if weights is None else weights),
             *(each.local for each in held),
             *(self._sent_to, self._errors, self._state, d.rows, d.sources, d.places, d.offsets),
+        )
+        numbers = (
             *(size_class(len(x)), len(x), sizes.tokens, sizes.experts, sizes.capacity, self.rank),
             *(patience_ticks, x.stride(0)),
-            **self._of_row(at_once=at_once),
-            RANKS=triton.next_power_of_2(world),
-            WEIGHTED=weights is not None,
-            TO_ALL=to_all or fp8,
-            FP8=fp8,
-            AT_ONCE=at_once,
-            GATHERS=at_once and not to_all,
-            CHOICES=triton.next_power_of_2(sizes.topk),
-            KEYS=KEYS,
-            POSITIONS=POSITIONS,
         )
+        constants = {
+            **self._of_row(at_once=at_once),
+            "RANKS": triton.next_power_of_2(world),
+            "WEIGHTED": weights is not None,
+            "TO_ALL": to_all or fp8,
+            "FP8": fp8,
+            "AT_ONCE": at_once,
+            "GATHERS": at_once and not to_all,
+            "CHOICES": triton.next_power_of_2(sizes.topk),
+            "KEYS": KEYS,
+            "POSITIONS": POSITIONS,
+        }
+        self._launch(_SEND, self._grid(items), tensors, numbers, constants)
 
     def sort(self, d: Dispatched, patience_ticks: int, *, fp8: bool = False) -> None:
         sizes, world = self.sizes, self._memory.world_size
@@ -168,25 +198,18 @@ class Launches:
         length = -(-positions // (SEGMENTS * BLOCK_POSITIONS)) * BLOCK_POSITIONS
         of_all = (sizes.tokens, sizes.experts, self.rank, length)
         constants = {"K": sizes.topk, "WORLD": world, "RANKS": triton.next_power_of_2(world), "FP8": fp8}
-        grid = (sizes.experts, SEGMENTS)
-        count_choices[grid](*held, *of_all, patience_ticks, **constants, BLOCK=BLOCK_POSITIONS)
-        place_choices[grid](
-            *held,
-            *(d.sources, d.places, d.offsets, *of_all, sizes.capacity, patience_ticks),
-            **constants,
-            SEGMENTS=SEGMENTS,
-            EXPERTS=triton.next_power_of_2(sizes.experts),
-            BLOCK=BLOCK_POSITIONS,
-        )
+        constants["BLOCK"] = BLOCK_POSITIONS
+        kind, grid = (self._kind, patience_ticks.bit_length() > 31, fp8), (sizes.experts, SEGMENTS, 1)
+        _COUNT.launch(kind, grid, held, (*of_all, patience_ticks), constants)
+        constants |= {"SEGMENTS": SEGMENTS, "EXPERTS": triton.next_power_of_2(sizes.experts)}
+        numbers = (*of_all, sizes.capacity, patience_ticks)
+        _PLACE.launch(kind, grid, (*held, d.sources, d.places, d.offsets), numbers, constants)
 
     def gather(self, x: torch.Tensor, d: Dispatched, *, fp8: bool = False) -> None:
         sizes = self.sizes
-        gather_rows[self._grid(sizes.capacity)](
-            *(x.detach(), self.tokens.local, d.rows, d.sources, d.offsets, self._state),
-            *(size_class(len(x)), len(x), sizes.tokens, sizes.experts, self.rank, x.stride(0)),
-            **self._of_row(),
-            FP8=fp8,
-        )
+        tensors = (x, self.tokens.local, d.rows, d.sources, d.offsets, self._state)
+        numbers = (size_class(len(x)), len(x), sizes.tokens, sizes.experts, self.rank, x.stride(0))
+        self._launch(_GATHER, self._grid(sizes.capacity), tensors, numbers, {**self._of_row(), "FP8": fp8})
 
     def combine(
         self,
@@ -204,43 +227,48 @@ class Launches:
         rows: of this rank's experts, None if they are where those of peers are.
         """
         sizes, tokens, of_row = self.sizes, len(d.topk_ids), self._of_row(at_once=returns and sums)
-        given = self._choices.local if rows is None else rows.detach()
+        given = self._choices.local if rows is None else rows
         part = min(PART_COLUMNS, of_row["BLOCK"]) if returns else of_row["BLOCK"]
         parts = tokens * triton.cdiv(sizes.hidden, part) * sums
-        combine_rows[self._grid(max(parts, sizes.capacity * returns))](
+        tensors = (
             *(given, self._choices.local, self.flags.local, self._returned_to),
             *(d.sources, d.offsets, self._errors, self._state, d.topk_ids, weights, d.places, out),
+        )
+        numbers = (
             *(size_class(tokens), tokens, sizes.tokens, sizes.experts, sizes.capacity, self.rank),
             *(patience_ticks, 0 if rows is None else rows.stride(0), out.stride(0)),
-            **of_row,
-            RETURNS=returns,
-            SUMS=sums,
-            ALL_RETURNED=rows is None,
-            PART=part,
-            SIDE_BY_SIDE=min(sizes.topk, SIDE_BY_SIDE),
         )
+        constants = {
+            **of_row,
+            "RETURNS": returns,
+            "SUMS": sums,
+            "ALL_RETURNED": rows is None,
+            "PART": part,
+            "SIDE_BY_SIDE": min(sizes.topk, SIDE_BY_SIDE),
+        }
+        grid = self._grid(max(parts, sizes.capacity * returns))
+        self._launch(_COMBINE, grid, tensors, numbers, constants)
 
     def grade(
         self, grad: torch.Tensor, rows: torch.Tensor, d: Dispatched, out: torch.Tensor, patience_ticks: int
     ) -> None:
         sizes = self.sizes
-        grade_rows[self._grid(sizes.capacity)](
-            *(grad.detach(), self.tokens.local, rows.detach(), self._weights.local, out, self._dots.local),
+        tensors = (
+            *(grad, self.tokens.local, rows, self._weights.local, out, self._dots.local),
             *(self.flags.local, self._graded_to, d.sources, d.offsets, self._errors, self._state),
+        )
+        numbers = (
             *(size_class(len(grad)), len(grad), sizes.tokens, sizes.experts, self.rank, patience_ticks),
             *(grad.stride(0), rows.stride(0)),
-            **self._of_row(),
         )
+        self._launch(_GRADE, self._grid(sizes.capacity), tensors, numbers, self._of_row())
 
     def collect(self, ids: torch.Tensor, out: torch.Tensor, patience_ticks: int) -> None:
         programs = max(1, min(-(-out.numel() // BLOCK_POSITIONS), self._sms or INTERPRETED_SMS))
-        collect_dots[(programs,)](
-            *(self._dots.local, ids, out, self.flags.local, self._errors, self._state, len(ids)),
-            *(self.sizes.tokens, self.sizes.experts, self.rank, patience_ticks),
-            K=self.sizes.topk,
-            WORLD=self._memory.world_size,
-            BLOCK=BLOCK_POSITIONS,
-        )
+        tensors = (self._dots.local, ids, out, self.flags.local, self._errors, self._state)
+        numbers = (len(ids), self.sizes.tokens, self.sizes.experts, self.rank, patience_ticks)
+        constants = {"K": self.sizes.topk, "WORLD": self._memory.world_size, "BLOCK": BLOCK_POSITIONS}
+        _COLLECT.launch((self._kind, *_how(tensors), *numbers), (programs, 1, 1), tensors, numbers, constants)
 
     def product(self, rows: torch.Tensor, weight: torch.Tensor, d: Dispatched) -> torch.Tensor:
         """Return each row times its expert's matrix: by torch's grouped product or ours, as tuned."""
@@ -260,29 +288,38 @@ class Launches:
         back to the ranks of their tokens.
         """
         sizes, (experts, columns, inner) = self.sizes, weight.shape
-        given = self.tokens.local if rows is None else rows.detach()
+        given = self.tokens.local if rows is None else rows
         programs, choices = self._sms or INTERPRETED_PROGRAMS, len(d.topk_ids) * sizes.topk
         has_tma = INTERPRETED or capability(weight.device) >= TMA_CAPABILITY
 
-        def grid(meta: dict[str, Any]) -> tuple[int]:
+        def grid(meta: dict[str, Any]) -> tuple[int, int, int]:
             blocks = min(sizes.capacity, triton.cdiv(sizes.capacity, meta["BLOCK_M"]) + experts)
-            return (max(1, min(programs, blocks * triton.cdiv(columns, meta["BLOCK_N"]))),)
+            return max(1, min(programs, blocks * triton.cdiv(columns, meta["BLOCK_N"]))), 1, 1
 
-        launch(
-            multiply_rows[grid],
-            *(given, weight.detach(), self._choices.local if out is None else out),
+        tensors = (
+            *(given, weight, self._choices.local if out is None else out),
             *(d.sources, d.offsets, self.flags.local, self._returned_to, self._state),
+        )
+        numbers = (
             *(size_class(choices), columns, inner, experts, sizes.tokens, self.rank),
             *(inner if rows is None else rows.stride(0), weight.stride(0), pitch_of(weight)),
-            TOPK=sizes.topk,
-            WORLD=self._memory.world_size,
-            EXPERTS=triton.next_power_of_2(experts),
-            FROM_SLOTS=rows is None,
-            TO_PEERS=out is None,
-            TMA_LEGAL=has_tma and lies_for_tma(weight),
-            BY_COLUMNS=lies_by_columns(weight),
-            UPCAST=INTERPRETED and weight.dtype == torch.bfloat16,
         )
+        constants = {
+            "TOPK": sizes.topk,
+            "WORLD": self._memory.world_size,
+            "EXPERTS": triton.next_power_of_2(experts),
+            "FROM_SLOTS": rows is None,
+            "TO_PEERS": out is None,
+            "TMA_LEGAL": has_tma and lies_for_tma(weight),
+            "BY_COLUMNS": lies_by_columns(weight),
+            "UPCAST": INTERPRETED and weight.dtype == torch.bfloat16,
+        }
+        self._launch(_MULTIPLY, grid, tensors, numbers, constants)
+
+
+def _how(tensors: tuple[torch.Tensor, ...]) -> list[Any]:
+    """Return what a compiled kernel depends on of its tensors."""
+    return [each for tensor in tensors for each in (tensor.dtype, tensor.data_ptr() % 16 == 0)]
 
 
 def _torch_takes(rows: torch.Tensor, weight: torch.Tensor) -> bool:

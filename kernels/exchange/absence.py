@@ -66,7 +66,7 @@ def stand_in(
     pushes.run("stands in", [*steps, *last, pushes.leave], at_once=True)
     kind = (world, flags.device, flags.data_ptr() % 16 == 0, errors.data_ptr() % 16 == 0, counted)
     constants = {"WORLD": world, "COUNTED": counted}
-    _AWAIT.launch(kind, world, (flags, errors), (rank, patience_ticks), constants)
+    _AWAIT.launch(kind, (world, 1, 1), (flags, errors), (rank, patience_ticks), constants)
     if pushes.memory.device.type == "cpu":
         pushes.stream.join()
     pushes.put_back()

@@ -115,7 +115,7 @@ class PlainLaunches:
     def launch(
         self,
         kind: Hashable,
-        programs: int,
+        grid: tuple[int, int, int],
         tensors: Sequence[torch.Tensor],
         numbers: Sequence[int],
         constants: dict[str, Any],
@@ -132,7 +132,7 @@ class PlainLaunches:
             if not only_load:
                 prepared.at((), [*[tensor.data_ptr() for tensor in tensors], *numbers])
             return prepared
-        grid, constants = (programs, 1, 1), {**constants, **self._options}
+        constants = {**constants, **self._options}
         arguments = (*[tensor.detach() for tensor in tensors], *numbers)
         if only_load:
             load(self._kernel, grid, *arguments, **constants)
@@ -170,7 +170,8 @@ class PlainLaunch:
         if self._prepared is not None and not only_load:
             self._prepared.at((), [*[tensor.data_ptr() for tensor in tensors], *self._rest])
         elif self._programs:
-            given = (self._kind, self._programs, (*tensors, *self._held), self._numbers, self._constants)
+            grid, every = (self._programs, 1, 1), (*tensors, *self._held)
+            given = (self._kind, grid, every, self._numbers, self._constants)
             self._prepared = self._launches.launch(*given, only_load=only_load)
 
 

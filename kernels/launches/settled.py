@@ -149,7 +149,9 @@ class TunedLaunch:
         self, addresses: tuple[int, ...], tensors: Tensors, scalars: tuple[float, ...]
     ) -> tuple[Any, ...]:
         """Return all arguments but the constants."""
-        given = (tensor if tensor is None else tensor.detach() for tensor in tensors)
+        given = (
+            tensor.detach() if tensor is not None and tensor.requires_grad else tensor for tensor in tensors
+        )
         return (*describe_at(self._matrices, addresses), *self._held, *given, *self._numbers, *scalars)
 
     def _remember(self, compiled: Any, arguments: tuple[Any, ...]) -> None:

@@ -117,11 +117,12 @@ class Plan:
         kind = (self._kind, ids.device, aligned, patience_ticks.bit_length() > 31)
         counts = (self._counts, self._starts, self.offsets, self._chosen, self._within)
         numbers = (pairs, self.experts, topk, stride, tokens, told, rank, first, patience_ticks)
-        _COUNT.launch(kind, PROGRAMS, (*given, *counts), numbers, self._of_counts)
+        _COUNT.launch(kind, (PROGRAMS, 1, 1), (*given, *counts), numbers, self._of_counts)
         placed = (self.rows, self.sources, self._groups, self.ends, self.tables)
         tensors = (unsorted, self.weights, *counts, *placed)
         sizes = (self.experts, stride, first, self.capacity)
-        _PLACE.launch(kind, len(self.ends) + PROGRAMS, tensors, sizes, self._of_places)
+        grid = (len(self.ends) + PROGRAMS, 1, 1)
+        _PLACE.launch(kind, grid, tensors, sizes, self._of_places)
 
 
 @dataclass(frozen=True)

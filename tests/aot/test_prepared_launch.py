@@ -17,10 +17,11 @@ import triton
 from gemm_runs import always_copied
 from launch_path import active, leave
 from launch_path import launching as on_device
-from settled_cases import ALL, STAMPED, WORLD, Launches, RowsCaller
+from settled_cases import ALL, DTYPE, STAMPED, WORLD, Launches, MemoryOfAGroup, RowsCaller
 from triton import knobs
 
 from benchmarks.common.pretended_device import DeviceUnderTriton
+from dist_autotune.kernels.ep import launches as ep
 from dist_autotune.kernels.exchange import absence
 from dist_autotune.kernels.gemm import copies, operation
 from dist_autotune.kernels.gemm import launch as launching
@@ -186,6 +187,49 @@ def test_a_settled_call_hands_over_what_triton_s_own_way_does_and_does_less(devi
     if IS_KNOWN:
         assert encoded == 0
         assert functions < (0.8 * functions_of_own if name in PRODUCTS else 80)
+
+
+def exchanges_of_experts() -> dict[str, Callable[[], None]]:
+    """Return the launches of rank 1 of two, in memory that no call allocates."""
+    launches = ep.Launches(
+        MemoryOfAGroup(1, WORLD), torch.zeros(WORLD, dtype=torch.int64), ep.Sizes(16, 256, 2, 2, 64), DTYPE
+    )
+    launches._sms, ids = 132, torch.zeros(16, 2, dtype=torch.int64)
+    x, weights, dots = torch.zeros(16, 256, dtype=DTYPE), torch.zeros(16, 2), torch.zeros(16, 2)
+    d = launches.new_dispatch(ids).with_rows(launches.new_rows(256))
+    weight, products, rows, ticks = torch.zeros(2, 64, 256, dtype=DTYPE), launches.new_rows(64), d.rows, 2**40
+    return {
+        "send": lambda: launches.send(x, d, None, ticks),
+        "send and place": lambda: launches.send(x[:5], d, None, ticks, at_once=True),
+        "sort": lambda: launches.sort(d, ticks),
+        "gather": lambda: launches.gather(x[1:], d),
+        "return": lambda: launches.combine(rows, d, weights, x, ticks, returns=True, sums=False),
+        "return and add": lambda: launches.combine(rows, d, weights, x, ticks, returns=True, sums=True),
+        "grade": lambda: launches.grade(x, rows, d, rows, ticks),
+        "collect": lambda: launches.collect(ids, dots, ticks),
+        "multiply": lambda: launches.multiply(rows, weight, d, products),
+    }
+
+
+def test_exchanges_of_experts_are_launched_the_short_way_as_the_long_way(monkeypatch):
+    device, tuned = Device(), (ep._SEND, ep._GATHER, ep._COMBINE, ep._GRADE, ep._MULTIPLY)
+    monkeypatch.setattr(loading, "allocate_scratch", device.allocate)
+    for kernel in tuned:
+        monkeypatch.setattr(kernel.tuner, "configs", kernel.tuner.configs[:1])
+        monkeypatch.setattr(kernel.tuner, "cache", {})
+    others = ep._COUNT, ep._PLACE, ep._COLLECT
+    kernels = [kernel.tuner.fn for kernel in tuned] + [kernel._kernel for kernel in others]
+    with active(monkeypatch, device, kernels, *others):
+        for name, call in exchanges_of_experts().items():
+            call()
+            ways = []
+            for watched in (False, True):
+                monkeypatch.setattr(preparing, "_are_watched", lambda watched=watched: watched)
+                device.handed.clear()
+                call()
+                ways.append([*device.handed])
+            assert ways[0] == ways[1], name
+            assert len(ways[0]) == (2 if name == "sort" else 1), name
 
 
 def test_each_launch_goes_to_the_stream_that_is_current_then(calls):

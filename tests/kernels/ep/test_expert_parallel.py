@@ -308,7 +308,7 @@ def test_a_call_that_a_peer_has_made_stays_right_when_that_peer_leaves_amid_it(r
     op = opened(one_launch=rank == 1)
     x, ids = torch.randn(TOKENS, HIDDEN), routing("any", TOKENS, 6, 2)
     if rank == 0:  # between its counting and its placing
-        monkeypatch.setattr(ep_launches, "place_choices", HeldUp(ep_launches.place_choices, synchronize))
+        monkeypatch.setattr(ep_launches._PLACE, "_kernel", HeldUp(ep_launches.place_choices, synchronize))
     d = op.dispatch(x, ids)
     if rank == 1:
         op._leave_peers()
@@ -324,7 +324,7 @@ def test_a_peer_that_comes_when_it_is_given_up_stays_given_up_in_that_call(rank,
         op._patience_ticks = as_patience(0.3)
     x, ids = torch.randn(TOKENS, HIDDEN), torch.zeros(TOKENS, 2, dtype=torch.int64)  # all to rank 0
     if rank == 0:
-        monkeypatch.setattr(ep_launches, "place_choices", HeldUp(ep_launches.place_choices, meet_twice))
+        monkeypatch.setattr(ep_launches._PLACE, "_kernel", HeldUp(ep_launches.place_choices, meet_twice))
         with pytest.raises(TimeoutError, match="rank 1 did not dispatch its tokens in time"):
             op.dispatch(x, ids)
     else:
