@@ -276,9 +276,10 @@ class SearchState:
 
     def _let_runs_apart(self) -> None:
         """Count the runs without a trial that come before the next exchange: none while news is awaited."""
-        awaits = self._is_compiling or any(context.waiting for context in self.contexts.values())
+        awaits = self.tries or any(context.waiting for context in self.contexts.values())
         awaits |= self.run_phase is not None and self.run_phase.waiting
-        wanted = 0 if awaits or not (self.pace.holds or self._pays_back) else self.pace.steps_apart
+        may_wait = self.pace.holds or self._pays_back or self._is_compiling
+        wanted = self.pace.steps_apart if may_wait and not awaits else 0
         left = math.inf if self.rules.max_runs is None else self.rules.max_runs - self.runs - 2
         self.apart = int(max(min(wanted, left), 0))
         self.runs += self.apart
@@ -298,7 +299,8 @@ class SearchState:
         exchange_s = report.exchange_s if report.apart else 0.0
         saved_s = sum(context.saved_ms for context in self.contexts.values()) / 1e3
         if report.apart:
-            self.pace.record(StepKind.QUIET, report.apart_s, saved_s=saved_s, steps=report.apart)
+            apart = StepKind.COMPILING if self._is_compiling else StepKind.QUIET
+            self.pace.record(apart, report.apart_s, saved_s=saved_s, steps=report.apart)
         self.pace.record(kind, report.step_s + exchange_s, report.exchange_s, saved_s)
 
     def _end_if_idle(self, report: AgreedRun, *, is_idle: bool, was_closing: bool) -> None:

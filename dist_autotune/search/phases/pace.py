@@ -25,6 +25,7 @@ MOST_BUSY = 8  # steps with a trial or compilers in a row; then one tells what t
 MARGIN = 0.9  # of the overhead is used: what a step without tuning takes is known to some per cent
 REFILLED = 0.75  # of what is lent: trials begin again when no more is spent
 MOST_APART = 16  # steps from one exchange to the next, at most
+WAITS_APART = 3  # the same while compilers are waited for
 MOST_HELD = 32  # steps in a row without a trial, where even those take longer than the overhead allows
 MOST_REPAID = 2000  # steps behind the last trial, likewise
 # Times a step without tuning, at most, that one counts: what takes longer is the program's, as a checkpoint.
@@ -109,9 +110,9 @@ class Pace:
         if kind is StepKind.QUIET:
             self._record_quiet(own_s, steps)
         else:
-            self._since_quiet.append((kind, own_s))
+            self._since_quiet += [(kind, own_s)] * steps
         is_busy = kind in (StepKind.TRIAL, StepKind.COMPILING)
-        self._busy, self._held = (self._busy + 1, 0) if is_busy else (0, self._held + steps)
+        self._busy, self._held = (self._busy + steps, 0) if is_busy else (0, self._held + steps)
         self.holds = self._overhead is not None and self._is_to_hold(self._overhead, kind)
 
     def _record_quiet(self, took_s: float, steps: int) -> None:
@@ -156,9 +157,11 @@ class Pace:
 
     @property
     def steps_apart(self) -> int:
-        """Return how many steps without a trial are to be made before the next exchange."""
-        if self._overhead is None or not self.step_s or not (self.holds or self._repaid):
+        """Return how many steps are to be made before the next exchange, if they hold no trial."""
+        if self._overhead is None or not self.step_s:
             return 0
+        if not (self.holds or self._repaid):
+            return WAITS_APART
         lent_s = 0.0 if self._repaid else self._overhead * LENT_STEPS * self.step_s * REFILLED
         left = (self._owed_s - lent_s) / (self._overhead * self.step_s)
         least = NEAR if len(self._quiet_s) < NEAR else 0

@@ -155,7 +155,7 @@ class PacedStep(HostBoundStep):
             tuning.pace.holds,
             tuning.apart,
         )
-        self._rate = 0.0 if holds else self.rate
+        self._rate = 0.0 if holds else self.rate * (self.apart + 1)
         beside = self.BESIDE if any(self._left.values()) and not holds else 1.0
         for _ in range(self.apart + 1):
             self.took_s.append(self.drift(len(self.took_s)) * self.step_s(plan) * beside)
