@@ -117,8 +117,10 @@ class Context(SharedContext):
     @property
     def best_so_far(self) -> int:
         """Return what runs without a trial launch: online the fastest that is known, else the incumbent."""
-        incumbent, known = self.incumbent, dict(self.times.known(self.banned))
-        if self.search.rules.mode != "online" or not self.is_tuned_by_launches or not known:
+        incumbent = self.incumbent
+        if self.search.rules.mode != "online" or not self.is_tuned_by_launches:
+            return incumbent
+        if not (known := dict(self.times.known(self.banned))):
             return incumbent
         fastest = min(known, key=known.__getitem__)
         is_faster = known[fastest] * (1 + TIE) < least(self.times.agreed_ms(incumbent))
@@ -165,7 +167,9 @@ class Context(SharedContext):
     @property
     def saved_ms(self) -> float:
         """Return what the fastest config so far saves of the device in a run, as far as times tell."""
-        first_ms, ms = (float(self.times.agreed_ms(index)) for index in (self.default, self.best_so_far))
+        if (best := self.best_so_far) == self.default:
+            return 0.0
+        first_ms, ms = (float(self.times.agreed_ms(index)) for index in (self.default, best))
         return self.launches * (first_ms - ms) if ms else 0.0
 
     def ms_by_text(self) -> dict[str, LaunchMs]:

@@ -222,7 +222,8 @@ class RankRun:
         for rank_context in registry.reported():
             context = orders.contexts[rank_context.name]
             outcome = order.outcomes[rank_context.name]
-            if rank_context.run.count or rank_context.samples.is_read:
+            is_news = self._waits or not context.settled or outcome.kind != "incumbent"
+            if is_news and (rank_context.run.count or rank_context.samples.is_read):
                 self._log.record_trial(run, context, rank_context, outcome, whole)
             if outcome.kind == "sample":
                 self.has_sample = True
