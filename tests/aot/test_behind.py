@@ -14,7 +14,6 @@ import torch
 from candidates import ASSERTED, GOOD, TOO_LARGE, Compiler, arrive, banned, kernel, tuned
 from process_states import status_of
 
-from dist_autotune import AgreementTimeout
 from dist_autotune.compilation import compiler as of_candidates
 from dist_autotune.compilation.child import PRIORITY, Child
 from ranks import assert_all_ok, assert_killed, run_ranks
@@ -190,23 +189,6 @@ def test_ranks_try_a_candidate_when_the_slowest_has_it(device, compiler, tmp_pat
     zero, one = assert_all_ok(run_ranks(program, 2, timeout_s=DEADLINE_S))
     assert zero == one
     assert zero[1:] == ([GOOD], [GOOD, 64])
-
-
-def test_a_session_that_is_dropped_ends_the_compilers_of_all_ranks(device, compiler, tmp_path):
-    def program(rank: int) -> list[int]:
-        compiler.behaves({64: "wait"})
-        step = stepping(kernel(GOOD, 64), is_dist=True, timeout_s=10.0)
-        begin(step, compiler)
-        arrive(tmp_path, rank, 2)
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(AgreementTimeout):
-            steps_until(lambda: False, step)
-        return compiler.processes_left()
-
-    zero, one = run_ranks(program, 2)
-    assert_killed(one)
-    assert assert_all_ok([zero]) == [[]]
 
 
 def test_a_candidate_that_fails_on_one_rank_runs_on_none(device, compiler, tmp_path):

@@ -20,7 +20,6 @@ from candidates import Preflight, arrive, banned, tuned
 from candidates import preflight as preflight_launch
 from gemm_runs import multiply
 from triton.runtime.driver import driver
-from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from benchmarks.common.pretended_device import PretendedDevice
@@ -183,10 +182,6 @@ def test_a_hook_that_zeroes_an_output_touches_no_output(fresh):
 # ---- hooks of which nothing can be told
 
 
-def raise_(error: BaseException) -> None:
-    raise error
-
-
 def wait_for_a_flag(nargs: dict[str, Any]) -> None:
     while True:
         time.sleep(1)
@@ -194,12 +189,9 @@ def wait_for_a_flag(nargs: dict[str, Any]) -> None:
 
 UNTOLD: dict[str, tuple[Hook, str]] = {
     "raises": (lambda nargs: nargs["no such argument"], "KeyError: 'no such argument'"),
-    "raises what would ban it": (lambda nargs: raise_(OutOfResources(2, 1, "x")), "OutOfResources"),
-    "leaves": (lambda nargs: raise_(SystemExit(1)), "SystemExit"),
     "opens a file": (lambda nargs: Path("calls").write_text("called"), "OSError"),
     "keeps what has no name": (lambda nargs: setattr(nargs["x_desc"], "more", lambda: None), "ickle"),
     "crashes": (lambda nargs: os.abort(), "the hook was ended by SIGABRT"),
-    "ends the process": (lambda nargs: os._exit(3), "the hook ended its process with exit code 3"),
     "never ends": (wait_for_a_flag, "the hook did not end within 1 s"),
 }
 

@@ -51,28 +51,19 @@ def test_operations_opened_differently_raise_on_every_rank(rank):
         assert f"rank 0: '{ways[0]}'; rank 1: '{ways[1]}'" in message
 
 
-def rows_of_reduce(rank, peer, rows):
-    return f"rank {peer} has {rows} rows, not as many as this rank. Every rank must pass as many rows."
-
-
-def rows_of_scatter(rank, peer, rows):
-    return f"rank {peer} has {rows} rows for each rank"
-
-
-def rows_of_gather(rank, peer, rows):
-    return f"rank {peer} pushed {rows} rows"
-
-
+ROWS_OF_REDUCE = "rank {peer} has {rows} rows, not as many as this rank. Every rank must pass as many rows."
+ROWS_OF_SCATTER = "rank {peer} has {rows} rows for each rank"
+ROWS_OF_GATHER = "rank {peer} pushed {rows} rows"
 OTHER_ROWS = {
-    "AllGatherGemm": (GATHERING_ROWS, {}, rows_of_gather),
-    "AllGatherGemm, by a collective": (GATHERING_ROWS, {"collective": True}, rows_of_gather),
-    "AllGatherGemm, low-latency": (GATHERING_BY_MAIL, {}, rows_of_gather),
-    "AllGatherGemm, by stores": (GATHERING_BY_STORES, {}, rows_of_gather),
-    "GemmReduceScatter": (SCATTERING_SUMS, {}, rows_of_scatter),
-    "GemmReduceScatter, by a collective": (SCATTERING_SUMS, {"collective": True}, rows_of_scatter),
-    "GemmReduceScatter, by stores": (STORING_SUMS, {}, rows_of_scatter),
-    "GemmAllReduce": (OneSum(), {}, rows_of_reduce),
-} | {f"GemmAllReduce, {way}": (OneSum(way), {}, rows_of_reduce) for way in OF_KERNELS}
+    "AllGatherGemm": (GATHERING_ROWS, {}, ROWS_OF_GATHER),
+    "AllGatherGemm, by a collective": (GATHERING_ROWS, {"collective": True}, ROWS_OF_GATHER),
+    "AllGatherGemm, low-latency": (GATHERING_BY_MAIL, {}, ROWS_OF_GATHER),
+    "AllGatherGemm, by stores": (GATHERING_BY_STORES, {}, ROWS_OF_GATHER),
+    "GemmReduceScatter": (SCATTERING_SUMS, {}, ROWS_OF_SCATTER),
+    "GemmReduceScatter, by a collective": (SCATTERING_SUMS, {"collective": True}, ROWS_OF_SCATTER),
+    "GemmReduceScatter, by stores": (STORING_SUMS, {}, ROWS_OF_SCATTER),
+    "GemmAllReduce": (OneSum(), {}, ROWS_OF_REDUCE),
+} | {f"GemmAllReduce, {way}": (OneSum(way), {}, ROWS_OF_REDUCE) for way in OF_KERNELS}
 
 
 IN_CALLS = [  # a collective that all have agreed on is for gloo or NCCL to end
@@ -96,7 +87,8 @@ def test_different_rows_raise_on_every_rank(rank, world, case, settled):
     operands = runs.operands(op, rows, 16)
     out = runs.new_out(op, rows, operands).zero_()
     message = end_of(op, lambda: runs.call(op, operands, out, rows))
-    assert message.startswith(f"ValueError: {runs.name}, rank {rank}: {told(rank, 1 - rank, (8, 4)[rank])}")
+    told = told.format(peer=1 - rank, rows=(8, 4)[rank])
+    assert message.startswith(f"ValueError: {runs.name}, rank {rank}: {told}")
     # The first launch of two has raised on the CPU.
     is_nan = bool(out[runs.result_of_peer].isnan().all())
     assert is_nan or runs.name != "GemmAllReduce" or runs.way == TWO_SHOT
