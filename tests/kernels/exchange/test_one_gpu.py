@@ -218,16 +218,17 @@ def sums_of_a_candidate(captured: bool, calls: int, dtype: torch.dtype) -> list[
         out = torch.empty(rows, n, dtype=DTYPE, device=DEVICE)
         graph = torch.cuda.CUDAGraph()
         for call in range(calls):
-            for tensor in (a, weight, addend):
-                tensor.normal_()
+            if dtype == FP8:
+                (a, scale_a), (weight, scale_weight) = (quantized(size, k, DEVICE) for size in (m, n))
+                scales = {"scale_a": scale_a, "scale_weight": scale_weight}
+            else:
+                for tensor in (a, weight, addend):
+                    tensor.normal_()
             for tensor in (out, op._partial, op._staged.local):
                 tensor.fill_(float("nan"))
             theirs = torch.randn(rows, n).to(DTYPE).pin_memory()
             torch.cuda.synchronize()
-            adds = not captured and call % 2 == 1 and dtype == DTYPE
-            if dtype == FP8:
-                (a, scale_a), (weight, scale_weight) = (quantized(size, k, DEVICE) for size in (m, n))
-                scales = {"scale_a": scale_a, "scale_weight": scale_weight}
+            adds = not captured and call % 2 == 1 and dtype != FP8
             if captured and call:
                 graph.replay()
             else:
