@@ -63,7 +63,9 @@ def _can_take(gate: Tensor, up: Tensor) -> bool:
     if INTERPRETED and gate.dtype == torch.bfloat16:  # whose arithmetic is wrong there
         return False
     lie_alike = gate.shape == up.shape and gate.stride() == up.stride() and gate.dtype == up.dtype
-    return lie_alike and (gate.is_cuda or INTERPRETED) and torch.empty_like(gate).stride() == gate.stride()
+    if not lie_alike or not (gate.is_cuda or INTERPRETED):
+        return False
+    return gate.is_contiguous() or torch.empty_like(gate).stride() == gate.stride()
 
 
 def _launch(launches: PlainLaunches, *tensors: Tensor) -> None:
