@@ -153,7 +153,10 @@ class NamedCalls:
                 "program imports. In the script itself, use StepTuner or contextual_autotune."
             )
         self._name, self._module, self._path = name, found[1], found[2].split(".")
-        self.missing = f"{name} has not been called"
+        self.missing = (
+            f"no module {self._module} was imported, where --step {name} is to be. In the script itself, use "
+            "StepTuner or contextual_autotune"
+        )
         self._under_way: list[None] = []  # one for each call under way, also of itself or on other threads
 
     @contextlib.contextmanager
@@ -161,6 +164,7 @@ class NamedCalls:
         with contextlib.ExitStack() as stack:
 
             def replace(module: ModuleType) -> None:
+                self.missing = f"{self._name} has not been called"
                 stack.callback(self._replace(module, end_run))
 
             with ImportHooks({self._module: replace}):

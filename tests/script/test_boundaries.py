@@ -182,3 +182,14 @@ def test_a_function_that_is_not_there_is_an_error_at_the_import(module, path, re
         pytest.raises(InvalidOption, match=reason),
     ):
         import stepping  # noqa: F401
+
+
+def test_a_function_that_never_ended_a_run_is_told_with_the_reason(module):
+    named = NamedCalls(f"{module}:works")
+    with named.watched(lambda: None):
+        assert named.missing.startswith(
+            "no module stepping was imported, where --step stepping:works is to be"
+        )
+        import stepping  # noqa: F401
+
+        assert named.missing == "stepping:works has not been called"
