@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from kernels_for_tests import Bench, double, launch, numbers, records
+from kernels_for_tests import double, records
 from operation_runs import on_ranks
-from rank_programs import TIMEOUT_S, blocks_of, ending, grid, statuses_of, tune, tuned_step
+from rank_programs import TIMEOUT_S, blocks_of, ending, tuned_step
 from torch.distributed.device_mesh import init_device_mesh
 
 from dist_autotune import contextual_autotune
@@ -60,25 +60,6 @@ def test_alone_nothing_is_exchanged(what):
 
     results = assert_all_ok(run_ranks(program, 1 if what == "world of one" else 2))
     assert results[0] == (1, [16, 32, 16])
-
-
-def test_one_function_on_one_group_then_another():
-    def program(rank):
-        pair, half = grid(rank)
-        bench, winners = Bench(), []
-        kernel = bench.kernel({16: 1.0 + rank, 32: 2.4})
-        for group in (pair, half, pair):
-            step = tune(bench, lambda: launch(kernel, numbers()), group=group)
-            step()
-            winners.append((*blocks_of(step).values(), *statuses_of(step).values()))
-        return winners
-
-    # The slower of ranks 0 and 1 takes 2 ms, of 0 and 2: 3 ms, of 2 and 3, and of 1 and 3: 4 ms.
-    results = assert_all_ok(run_ranks(program, 4))
-    assert results[0][:2] == [(16, "tuned"), (32, "tuned")]
-    assert results[1][0] == (16, "tuned")
-    for rank, winners in enumerate(results):
-        assert [winner for winner, _ in winners] == ([16, 32, 16] if rank < 2 else [32, 32, 32])
 
 
 @on_ranks(3)

@@ -1,10 +1,8 @@
 """Keys and kernels that only some ranks have, or that hold a rank: tuned among those that have them."""
 
-import numpy as np
 import pytest
 import torch
 from kernels_for_tests import Bench, launch, numbers, out_of_resources
-from operation_runs import on_ranks
 from rank_programs import blocks_of, run_until_settled, tune
 
 from ranks import assert_all_ok, run_ranks
@@ -80,33 +78,6 @@ def test_ranks_that_launch_nothing_keep_in_step(mode):
     zero, one, two = assert_all_ok(run_ranks(program, 3))
     assert zero == two == (one[0], {})
     assert one[1] == {"add64": 32}
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        (64, 64.0, 64),
-        (1, True, 1.0),
-        (-0.0, False, 0),
-        (np.int64(64),) * 3,
-        (None,) * 3,
-        (torch.float16,) * 3,
-    ],
-    ids=["sixty-four", "one", "zero", "numpy", "None", "dtype"],
-)
-@on_ranks(3)
-def test_values_that_are_one_key_of_a_dict_are_one_key_of_all_ranks(rank, values):
-    # Not a numpy number beside a Python one: it has a dtype, which stock Triton takes into the key.
-    bench = Bench()
-    kernel = bench.kernel({16: 1.0 + rank, 32: 2.5})
-    run = kernel.fn.run
-    kernel.fn.run = lambda x, y, n, **kwargs: run(x, y, 64, **kwargs)
-    step = tune(bench, lambda: kernel[(4,)](numbers(), torch.zeros(64), values[rank]))
-    step()
-    assert (step.report.runs, [context.config.kwargs["BLOCK"] for context in step.report.contexts]) == (
-        3,
-        [32],
-    )
 
 
 def test_of_32_configs_later_keys_try_8_at_most_where_the_first_told():

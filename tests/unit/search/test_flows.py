@@ -18,7 +18,6 @@ from dist_autotune.search.strategies import (
     Warmup,
     racing,
     racing_runs,
-    timing_default,
 )
 
 
@@ -73,18 +72,6 @@ def test_a_banned_candidate_never_wins_while_another_is_left(strategy, ms):
         assert ms[winner] == min(ms)
 
 
-@pytest.mark.parametrize(("first_ms", "samples"), [(30.0, 3), (1.5, None), (math.inf, 0)], ids=str)
-def test_a_first_candidate_that_its_warm_up_drops_is_timed_at_the_end(first_ms, samples):
-    ms = [first_ms, 2.0, 1.0]
-    asked, winner = drive(
-        timing_default(range(3), n_warmup=0, n_repeat=1, strategy=racing, default=0), ms.__getitem__
-    )
-    raced, _ = drive(start("racing", range(3)), ms.__getitem__)
-    assert winner == 2
-    assert asked == [*raced, *[0] * (samples or 0)]
-    assert samples is not None or 0 in raced
-
-
 # ---- racing: judged by noisy samples of known medians
 
 
@@ -123,18 +110,6 @@ def test_racing_drops_nobody_on_a_single_sample_who_is_not_ten_times_slower():
     asked, winner = drive(racing(range(3), n_warmup=3, n_repeat=5), [1.0, 9.0, 9.0].__getitem__)
     assert asked == [Warmup(0), Warmup(1), Warmup(2), 0, 1, 2, 2, 1, 0]
     assert winner == 0
-
-
-@pytest.mark.parametrize("first_ms", [5.0, 9.9])
-def test_racing_forgives_one_sample_that_a_first_use_has_made_slow(first_ms):
-    samples = {0: [], 1: []}
-
-    def answer(index):
-        samples[index].append(first_ms if index == 1 and len(samples[1]) < 2 else [1.1, 1.0][index])
-        return statistics.median(samples[index][1:] or samples[index])  # the first is a warm-up
-
-    _, winner = drive(racing(range(2), n_warmup=3, n_repeat=5), answer)
-    assert winner == 1
 
 
 # ---- racing: what may hold the host's time

@@ -92,17 +92,6 @@ def test_a_candidate_banned_between_two_sessions_is_not_tried_by_the_second():
     assert winners(ranks) == [{(0, 64): 64}] * 2
 
 
-def test_a_report_of_whole_runs_has_no_time_of_launches():
-    # 16 is dropped by its launches; its warm-up of 16 ms is no run, which takes 104 ms at least.
-    kernel, other = kernel_of((16, 32, 64), (16, 32, 64)), kernel_of((16,), (16,))
-    slow = dict.fromkeys(other.ms, 100.0)
-    program = program_of(kernel, replace(other, function=1, ms=slow), objective="thunk", n_repeat=None)
-    report = play(replace(program, search="racing"), Random(0), Counter())[0].endings[-1].report
-    (context,) = report.contexts
-    assert context.judge == "run"
-    assert sorted(context.timings.values()) == [104.0, 108.0, 116.0]  # the last of the final comparison
-
-
 @pytest.mark.parametrize("first_run", [1, 2, 5])
 def test_kernels_taken_for_one_stay_two_on_a_rank_that_comes_to_have_both(first_run):
     # In the first run each rank has launched one Autotuner of the function, with configs of its own.

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dist_autotune.triton_api.footprint import fill, share
+from dist_autotune.triton_api.footprint import share
 
 H200 = SimpleNamespace(
     multi_processor_count=132,
@@ -30,10 +30,3 @@ def test_small_programs_hold_half_of_each_sm_until_they_are_many():
     assert share(132, small, H200) == 500
     assert share(66, small, H200) == 250
     assert share(132 * 16, small, H200) == 1000
-
-
-@pytest.mark.parametrize(
-    ("programs", "part"), [(1, 1 / 132), (66, 0.5), (132, 1.0), (133, 133 / 264), (264, 1.0)]
-)
-def test_the_last_wave_of_programs_may_leave_sms_idle(programs, part):
-    assert fill(programs, 132) == part

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from decimal import Decimal
 from fractions import Fraction
 from types import ModuleType
 from typing import Any
@@ -48,18 +47,13 @@ class Plain:
         ((64, "fp16"), "64, 'fp16'"),
         ((None,), "None"),
         ((True,), "1"),
-        ((False,), "0"),
         ((1.0,), "1"),
         ((0.5,), "0.5"),
         ((-0.0,), "0"),
-        ((float("inf"),), "inf"),
         ((float("nan"),), "nan"),
         ((np.int64(64),), "64"),
-        ((np.int32(-1),), "-1"),
         ((np.float32(0.5),), "0.5"),
-        ((np.True_,), "1"),
         ((Fraction(1, 2),), "0.5"),
-        ((Decimal("0.5"),), "0.5"),
         ((2**80,), str(2**80)),
         ((torch.float16,), "torch.float16"),
         ((torch.Size([2, 3]),), "(2, 3)"),
