@@ -19,7 +19,6 @@ from dist_autotune.compilation.child import PRIORITY, Child
 from ranks import assert_all_ok, assert_killed, run_ranks
 
 STEP_S = 10e-3  # shorter ones take the time that compilers need
-FIRST_STEPS = 5  # by then the times of the first one are known, and compiling has begun
 DEADLINE_S = 100.0
 
 
@@ -47,9 +46,7 @@ def steps_until(is_so: Callable[[], bool], step: Any) -> int:
 
 def begin(step: Any, compiler: Compiler, block: int = 64) -> None:
     """Make the steps after which candidates are compiled; return when some process compiles `block`."""
-    for _ in range(FIRST_STEPS):
-        step()
-    compiler.wait_for(block)
+    steps_until(lambda: block in compiler.compilations(), step)
 
 
 def blocks(device: Any) -> list[int]:
@@ -131,7 +128,7 @@ def end_by_mode(step: Any) -> None:
 @pytest.mark.parametrize("end", [end_by_limit, end_by_retune, end_by_mode])
 def test_the_end_of_a_session_ends_its_compilers(device, compiler, end):
     compiler.behaves({64: "wait"})
-    step = stepping(kernel(GOOD, 64), max_runs=2 * FIRST_STEPS if end is end_by_limit else None)
+    step = stepping(kernel(GOOD, 64), max_runs=40 if end is end_by_limit else None)
     begin(step, compiler)
     end(step)
     assert compiler.processes_left() == []
