@@ -8,15 +8,14 @@ Gluon with partitions that load by TMA, add and store, 3.15 ms (docs/tried.md).
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
 
 import torch
 import triton
 import triton.language as tl
 
 from ..configs import INTERPRETED, do_bench
-from ..launches.settled import TunedKernel, TunedLaunch
-from ..tensors import check_no_gradient, remember
+from ..launches.settled import TunedKernel, UnplannedLaunches
+from ..tensors import check_no_gradient
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTERPRETED_PROGRAMS = 3
@@ -110,19 +109,14 @@ def _add(a_ptr, b_ptr, out_ptr, n, BLOCK: tl.constexpr, STAGES: tl.constexpr):
         tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < n)
 
 
+_LAUNCHES = UnplannedLaunches()
 _NEW, _IN_PLACE = TunedKernel(pipelined_add), TunedKernel(pipelined_add_in_place)
-_KNOWN: dict[Hashable, TunedLaunch] = {}  # by what the compiled kernel and its grid depend on
-
-
-def _grid(n: int, programs: int, meta: dict[str, int]) -> tuple[int, int, int]:
-    return min(programs, triton.cdiv(n, meta["BLOCK"])), 1, 1
 
 
 def _launch(kernel: TunedKernel, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, programs: int) -> None:
-    n, tensors = a.numel(), (a, b, out)
-    kind = (kernel, n, programs, a.dtype, a.device, *[each.data_ptr() % 16 == 0 for each in tensors])
-    known = _KNOWN.get(kind)
-    if known is None:
-        made = TunedLaunch(kernel, functools.partial(_grid, n, programs), {}, numbers=(n,))
-        known = remember(_KNOWN, kind, made)
-    known((), tensors, ())
+    n = a.numel()
+
+    def grid(meta: dict[str, int]) -> tuple[int, int, int]:
+        return min(programs, triton.cdiv(n, meta["BLOCK"])), 1, 1
+
+    _LAUNCHES.launch(kernel, grid, (a, b, out), (n,), {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,11 +13,11 @@ from dist_autotune import tunable
 
 from ..configs import INTERPRETED, capability
 from ..launches.prepared import PlainLaunches
-from ..launches.settled import Grid, TunedKernel, TunedLaunch
+from ..launches.settled import Grid, TunedKernel, UnplannedLaunches, compiled_for
 from ..moe.launch import lies_for_tma, size_class
 from ..signals import GIVEN_UP
 from ..symm import SymmetricMemory, SymmetricTensor
-from ..tensors import begin_at_16_bytes, lies_by_columns, pitch_of, remember
+from ..tensors import begin_at_16_bytes, lies_by_columns, pitch_of
 from .combine_kernels import collect_dots, combine_rows, grade_rows
 from .dispatch_kernels import gather_rows, send_tokens
 from .product_kernel import multiply_rows
@@ -91,9 +90,9 @@ class Launches:
         self._sent_to = self._table(self.tokens, self._ids, self._weights, self._counts, self.flags)
         self._returned_to = self._table(self._choices, self.flags)
         self._graded_to = self._table(self._dots, self.flags)
-        self._known: dict[Hashable, TunedLaunch] = {}  # by all that they depend on
+        self._launch = UnplannedLaunches().launch
         held = (self._ids.local, self._counts.local, self.flags.local, errors, self._state, self._found)
-        self._kind = (device, world, *sizes, *_how(held))  # of kernels that are not tuned
+        self._kind = (device, world, *sizes, *compiled_for(held))  # of kernels that are not tuned
         self._sms = 0
         if device.type == "cuda":
             self._sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -136,22 +135,6 @@ class Launches:
     def _grid(self, items: int) -> Grid:
         sms = self._sms or INTERPRETED_SMS
         return lambda meta: (max(1, min(items, meta["PER_SM"] * sms)), 1, 1)
-
-    def _launch(
-        self,
-        kernel: TunedKernel,
-        grid: Grid,
-        tensors: tuple[torch.Tensor, ...],
-        numbers: tuple[int, ...],
-        constants: dict[str, Any],
-    ) -> None:
-        """Enqueue a tuned kernel: launches with equal numbers, and tensors that lie alike, share a way."""
-        kind = (kernel, *_how(tensors), *numbers, *constants.values())
-        known = self._known.get(kind)
-        if known is None:
-            made = TunedLaunch(kernel, grid, constants, numbers=numbers)
-            known = remember(self._known, kind, made)
-        known((), tensors, ())
 
     def send(
         self,
@@ -268,7 +251,9 @@ class Launches:
         tensors = (self._dots.local, ids, out, self.flags.local, self._errors, self._state)
         numbers = (len(ids), self.sizes.tokens, self.sizes.experts, self.rank, patience_ticks)
         constants = {"K": self.sizes.topk, "WORLD": self._memory.world_size, "BLOCK": BLOCK_POSITIONS}
-        _COLLECT.launch((self._kind, *_how(tensors), *numbers), (programs, 1, 1), tensors, numbers, constants)
+        _COLLECT.launch(
+            (self._kind, *compiled_for(tensors), *numbers), (programs, 1, 1), tensors, numbers, constants
+        )
 
     def product(self, rows: torch.Tensor, weight: torch.Tensor, d: Dispatched) -> torch.Tensor:
         """Return each row times its expert's matrix: by torch's grouped product or ours, as tuned."""
@@ -315,11 +300,6 @@ class Launches:
             "UPCAST": INTERPRETED and weight.dtype == torch.bfloat16,
         }
         self._launch(_MULTIPLY, grid, tensors, numbers, constants)
-
-
-def _how(tensors: tuple[torch.Tensor, ...]) -> list[Any]:
-    """Return what a compiled kernel depends on of its tensors."""
-    return [each for tensor in tensors for each in (tensor.dtype, tensor.data_ptr() % 16 == 0)]
 
 
 def _torch_takes(rows: torch.Tensor, weight: torch.Tensor) -> bool:

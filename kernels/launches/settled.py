@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from dist_autotune.for_operations import mark_provisional, settled_config
 
 from ..configs import INTERPRETED, take_first
 from ..matrices import Block, Matrix, describe_at
+from ..tensors import remember
 from .loading import launch, load
 from .prepared import PreparedLaunch
 
@@ -173,3 +174,33 @@ class TunedLaunch:
         matrices = self._matrices if sources is None else [self._matrices[source] for source in sources]
         made = PreparedLaunch(compiled, self._grid(config.kwargs), matrices, blocks, last)
         self._known[config] = Settled(config, key, made, sources)
+
+
+class UnplannedLaunches:
+    """The launches of tuned kernels in calls that plan nothing: alike ones share what they need.
+
+    They are alike with equal numbers and constants, and with tensors of equal types and alignments.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[Hashable, TunedLaunch] = {}
+
+    def launch(
+        self,
+        kernel: TunedKernel,
+        grid: Grid,
+        tensors: tuple[torch.Tensor, ...],
+        numbers: tuple[int, ...],
+        constants: dict[str, Any],
+    ) -> None:
+        """Enqueue the kernel; the grid depends on the config, the device, numbers and constants alone."""
+        kind = (kernel, tensors[0].device, *compiled_for(tensors), *numbers, *constants.values())
+        known = self._of.get(kind)
+        if known is None:
+            known = remember(self._of, kind, TunedLaunch(kernel, grid, constants, numbers=numbers))
+        known((), tensors, ())
+
+
+def compiled_for(tensors: tuple[torch.Tensor, ...]) -> list[Hashable]:
+    """Return what a compiled kernel depends on of its tensors: their types and alignments."""
+    return [each for tensor in tensors for each in (tensor.dtype, tensor.data_ptr() % 16 == 0)]
