@@ -85,7 +85,6 @@ class ScriptedClock:
     def __init__(self) -> None:
         self.launches: list[Launch] = []
         self.marks = 0
-        self.reads = 0
 
     def start(self) -> list[int]:
         self.marks += 1
@@ -95,7 +94,6 @@ class ScriptedClock:
         mark.append(len(self.launches))
 
     def read_ms(self, mark: list[int]) -> float:
-        self.reads += 1
         begin, end = mark
         return sum(launch.ms for launch in self.launches[begin:end])
 

@@ -87,12 +87,6 @@ def set_patience(tuned: Any, timeout_s: float) -> None:
     tuned._calls.state.function.timeout_s = timeout_s
 
 
-def has_posted(rank: int) -> bool:
-    """Return whether a rank has come to the exchange that this rank of the default group makes next."""
-    group = GROUPS.of(None)
-    return group._exchanges._do(lambda store: store.check([f"{group._exchanges.number}/{rank}"]))
-
-
 def interrupt_when_waiting(exchanges: Exchanges | None = None) -> None:
     """Send this process a Ctrl-C once it waits for its peers in the next exchange; returns at once."""
     waits = exchanges or GROUPS.of(None)._exchanges
