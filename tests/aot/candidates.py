@@ -1,7 +1,5 @@
 """A kernel some of whose configs do not compile, and a compiler that can be made to misbehave."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

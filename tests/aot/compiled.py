@@ -1,7 +1,5 @@
 """Compile a kernel for a GPU that is not there, and read what came out."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

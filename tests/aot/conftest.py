@@ -1,7 +1,5 @@
 """The AOT world: kernels are compiled for GPUs that need not be there, so the interpreter must be off."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Compiles the Gluon body of `persistent_matmul`."""
 
-from __future__ import annotations
-
 import gc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

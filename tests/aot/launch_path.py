@@ -1,7 +1,5 @@
 """A device that compiles and does not run, for tests of the path from a call to a launch."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import tempfile

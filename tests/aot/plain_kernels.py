@@ -1,7 +1,5 @@
 """The kernels in plain Triton of each operation, and how they are compiled for GPUs that are not there."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Calls of operations as rank 1 of two, whose peer is not there, on a device that runs nothing."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Each is compiled once, with the next of OPTIONS. All candidates with all types w
 each number of further columns is compiled, and the widest of each kind, which has the fewest registers left.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from typing import Any

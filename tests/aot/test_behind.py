@@ -1,7 +1,5 @@
 """Online, candidates are compiled in other processes while steps go on: on a pretended device, by Triton."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

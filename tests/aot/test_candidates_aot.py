@@ -3,8 +3,6 @@
 In which order each signals what it has done is in a file of its own.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """One child: how it ends is told, and nothing of it is left."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

@@ -1,7 +1,5 @@
 """That the kernels of ExpertParallel compile, spill nothing, and count behind their stores."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """A key that is launched in several forms: each candidate is compiled for all of them before it is tried."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """That kernels which send rows as words, of GemmAllReduce and by mail, compile, fit, and order them."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

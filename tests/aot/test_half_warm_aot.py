@@ -1,7 +1,5 @@
 """Binaries that one rank finds in Triton's cache and the others compile: no rank runs ahead of the others."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """What a kernel is made of, where the interpreter knows less of it than the compiler."""
 
-from __future__ import annotations
-
 import pytest
 
 from dist_autotune.triton_api.identity import candidate_digest, kernel_source

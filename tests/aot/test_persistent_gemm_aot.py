@@ -1,7 +1,5 @@
 """persistent_matmul's bodies, compiled for GPUs that are not here, and the path to a launch."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

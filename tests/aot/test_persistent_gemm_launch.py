@@ -1,7 +1,5 @@
 """The path from a call of persistent_matmul to a launch, on a device that compiles and does not run."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref

@@ -3,8 +3,6 @@
 The compiler is real, the device pretended. The kernel compiles only if its descriptor has its config's block.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import time

@@ -4,8 +4,6 @@ The compiler is real, failures included. Loading a binary and launching it do no
 leaves its output alone; what a device would refuse, too much shared memory, Triton refuses by itself.
 """
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

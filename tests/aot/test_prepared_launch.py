@@ -3,8 +3,6 @@
 Triton's IR, launcher and encoding of descriptors are real; what the function in C gets is written down.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

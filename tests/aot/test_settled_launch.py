@@ -3,8 +3,6 @@
 The tuner and Triton's IR are real, the device is pretended: what reaches the launcher is compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

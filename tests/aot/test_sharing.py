@@ -1,7 +1,5 @@
 """The ranks of a host share Triton's cache: each compiles its part, and finds what the others compile."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

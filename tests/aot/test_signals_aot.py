@@ -1,7 +1,5 @@
 """That a wait polls for long before it reads the clock, and signals are ordered as the proofs ask."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Warp-specialised kernels of all operations, compiled for GPUs that are not here, and what they take."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

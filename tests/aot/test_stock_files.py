@@ -3,8 +3,6 @@
 The device is pretended, and raises when stock Triton asks it for a benchmark.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -5,8 +5,6 @@ Here each address that is not masked must lie in a tensor of the launch, between
 what a table of addresses leads to is in its `points_to`. What kernels compute stays the same.
 """
 
-from __future__ import annotations
-
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """All operations by turns, with each other, torch's kernels and graphs, all memory between canaries."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import random

@@ -1,7 +1,5 @@
 """What the tests of AllGatherGemm, GemmReduceScatter and GemmAllReduce do on a rank."""
 
-from __future__ import annotations
-
 import math
 import random
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Operands in fp8 with scales, and how far from float64 a product with an epilogue may be."""
 
-from __future__ import annotations
-
 import torch
 
 from dist_autotune.kernels.epilogues import GATED, Epilogue

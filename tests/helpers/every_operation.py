@@ -1,7 +1,5 @@
 """All operations over symmetric memory, for tests that hold for each of them."""
 
-from __future__ import annotations
-
 import pytest
 from dense_runs import (
     GATHERING_BY_MAIL,

@@ -4,8 +4,6 @@ Three candidates are timed, a fourth is banned. Rank 1 is slower at two of them,
 alone would choose differently: rank 0 config 0, rank 1 config 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the tests of `ExpertParallel` share."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from operation_runs import device

@@ -1,7 +1,5 @@
 """What the tests of `AllGatherMoE`, `MoEReduceScatter` and layers of both do on a rank."""
 
-from __future__ import annotations
-
 import abc
 import math
 import time

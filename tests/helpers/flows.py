@@ -1,7 +1,5 @@
 """Drive a search that asks for one candidate or plan after another, as a session does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from typing import Any
 

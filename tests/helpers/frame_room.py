@@ -5,8 +5,6 @@ chunk from the system and gives it back: four fifths of all page faults of a tra
 A frame that needs half a megabyte gets a chunk of one, which has room for all that it calls.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from types import FunctionType

@@ -6,8 +6,6 @@
 It prints what was seen, and ends with 1 and the number of the first program that broke a promise.
 """
 
-from __future__ import annotations
-
 import os
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """What tests of `persistent_matmul` do: matrices, the Gluon body's launches, its candidates and copies."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What the instructions of a kernel do in the model, for the task whose turn it is; see `gluon_model`."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, NamedTuple
 

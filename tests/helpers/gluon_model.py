@@ -24,8 +24,6 @@ Not modelled: warps inside a partition, which the compiler's own barriers gather
 wrap around.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import sys

@@ -1,7 +1,5 @@
 """Calls of the warp-specialised kernels that compute chunks of ranks, for the model: with small tiles."""
 
-from __future__ import annotations
-
 import importlib
 import random
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What GPU tests of several operations do: all shapes and candidates, replays of graphs among eager calls."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

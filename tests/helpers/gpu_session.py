@@ -8,8 +8,6 @@ A test that fails beside others runs once more, alone; the second end counts. Wh
 the session is named, and makes it fail.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import ctypes

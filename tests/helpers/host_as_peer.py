@@ -1,7 +1,5 @@
 """Rank 0 of two on one GPU: the peer is the host, with pinned memory that copy engines copy as a peer's."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 That table, and the pages that are copied at their first write, are half of what a rank of a test costs.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 from pathlib import Path

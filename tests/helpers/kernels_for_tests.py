@@ -12,8 +12,6 @@ would write, grid and BLOCK respected: a wrong grid or a stale tensor is a wrong
 `interpreted=True` it hands the launch on to Triton's interpreter (8 ms instead of 20 us).
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import math

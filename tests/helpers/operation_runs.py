@@ -1,7 +1,5 @@
 """What the tests of operations over symmetric memory share: how ranks start, run cases and are held up."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

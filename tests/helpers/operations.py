@@ -1,7 +1,5 @@
 """One protocol for all operations over symmetric memory, and what tests of all of them do on a rank."""
 
-from __future__ import annotations
-
 import abc
 import functools
 import random

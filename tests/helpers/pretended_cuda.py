@@ -1,7 +1,5 @@
 """A GPU whose driver remembers what it is asked; nothing is copied."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import types

@@ -1,7 +1,5 @@
 """Defaults of a process under which what is made without a type or a device is unusable."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

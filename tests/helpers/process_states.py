@@ -1,7 +1,5 @@
 """What the kernel tells of processes, and what those tell that are to be killed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

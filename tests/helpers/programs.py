@@ -4,8 +4,6 @@ A start of Python takes 2 s for that and torchrun 5 s, longer than most of these
 itself does is tested in `test_launch.py`.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import os

@@ -4,8 +4,6 @@
 compares how the calls ended.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

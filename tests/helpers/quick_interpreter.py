@@ -4,8 +4,6 @@ What kernels compute and what is refused stays the same; only tests use this. Pr
 processes of their own run the interpreter as it is.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

@@ -4,8 +4,6 @@ A program is drawn from anything with the interface of `random.Random`: a seeded
 integer reproduces it, or one of hypothesis's, which makes a failing program small.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import zlib

@@ -1,7 +1,5 @@
 """What the tests with several ranks share: exchanges, a tuned function per rank, how calls ended."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

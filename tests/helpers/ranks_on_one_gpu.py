@@ -1,7 +1,5 @@
 """All ranks of an operation on one GPU, in one process: each has a stream and a share of the SMs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

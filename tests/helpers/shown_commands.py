@@ -1,7 +1,5 @@
 """Runs the commands that a page shows, and compares what they print with what it shows."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """What the tests of tensor parallelism do on a rank, and what plain torch makes of the same tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

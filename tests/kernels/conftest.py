@@ -1,7 +1,5 @@
 """What the tests of several operations are given."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -3,8 +3,6 @@
 The specialized consumer's source runs in the model, see `test_ag_gemm_model`, and on GPUs.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """What an `AllGatherGemm` takes for known, and that nothing is taken for known that is not."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """That tensor-parallel layers train as plain ones beside shards, checkpoints, compiling and a pipeline."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

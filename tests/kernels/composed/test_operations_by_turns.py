@@ -1,7 +1,5 @@
 """That operations are right beside each other, torch's kernels, graphs and a session of the tuner."""
 
-from __future__ import annotations
-
 import pytest
 from composed_runs import LARGE, SMALL, by_turns, on_two_streams
 from operation_runs import values

@@ -1,7 +1,5 @@
 """elementwise_add: the bits of torch's sum, and what is said of wrong calls."""
 
-from __future__ import annotations
-
 import math
 import re
 

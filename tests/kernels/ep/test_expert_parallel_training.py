@@ -1,7 +1,5 @@
 """Gradients of experts on different ranks are those of one rank that has all tokens and experts."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

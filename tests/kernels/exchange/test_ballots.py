@@ -1,7 +1,5 @@
 """That hosts which must decide alike do, however far one is ahead of another."""
 
-from __future__ import annotations
-
 import random
 import time
 

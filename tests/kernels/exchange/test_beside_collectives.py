@@ -11,8 +11,6 @@ operation, as are 2 and 3:
     rank 3    as rank 0                           rank 1    as rank 2
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """That no call depends on the modes and defaults of the process: grad, inference, type, device."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 
 import pytest

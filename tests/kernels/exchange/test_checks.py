@@ -1,7 +1,5 @@
 """That failures of calls are raised before a step takes their results, and that checks and calls end."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

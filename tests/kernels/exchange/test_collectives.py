@@ -3,8 +3,6 @@
 Under pytest the ranks are CPU processes, whose collectives are gloo's; tests marked `gpu` repeat on GPUs.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import random

@@ -3,8 +3,6 @@
 Here the ranks are CPU processes in Triton's interpreter. What is an operation's own is in its folder.
 """
 
-from __future__ import annotations
-
 from itertools import cycle
 
 import pytest

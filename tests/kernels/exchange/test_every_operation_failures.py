@@ -3,8 +3,6 @@
 Cases marked `gpu` repeat on GPUs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time

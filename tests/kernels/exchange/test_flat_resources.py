@@ -1,7 +1,5 @@
 """That calls, and operations that are opened and closed, leave nothing behind: memory, threads, files."""
 
-from __future__ import annotations
-
 import gc
 import os
 import resource

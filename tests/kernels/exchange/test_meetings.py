@@ -1,7 +1,5 @@
 """That kernels begin when all peers have come to the call, where that is asked for: `meet_first`."""
 
-from __future__ import annotations
-
 import functools
 import time
 from pathlib import Path

@@ -3,8 +3,6 @@
 A rank's results are its own or an error that names the cause, on all ranks, without a wait for a time limit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time

@@ -6,8 +6,6 @@ flags that arrive while it runs, written by streams. The host plays the peer by 
 of another process, NVLink, and two ranks that wait for each other.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What operations refuse alike: wrong arguments, openings that cannot be, calls when closed or broken."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ On GPUs the device is kept busy before each call, which must return while it sti
 rank 0 has returned. CPU ranks compute where they call: there no call asks a tensor for a number.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

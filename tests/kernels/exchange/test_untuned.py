@@ -1,7 +1,5 @@
 """That an operation which nobody has tuned says so, once, and is still tuned when a session comes."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """What the tests of `persistent_matmul` are given."""
 
-from __future__ import annotations
-
 import pytest
 from gemm_runs import SHARED_BYTES, poison_rooms
 

@@ -1,7 +1,5 @@
 """Which calls are offered which candidates: tiles of any width (`JOINED`), and what an estimate leaves."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`persistent_matmul` with bias, activation and scales of fp8: the plain body, all candidates on a GPU."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

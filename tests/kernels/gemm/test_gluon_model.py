@@ -1,7 +1,5 @@
 """The source of the Gluon body, run on the CPU: it ends, no buffer is overwritten too early, C is right."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """`persistent_matmul` against float32 in the interpreter, where the plain body runs; how wrong calls end."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Copies in padded scratch memory: right for all strides, chosen where they pay, and used as TMA would."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 

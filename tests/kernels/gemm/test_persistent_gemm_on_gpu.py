@@ -1,7 +1,5 @@
 """What the Gluon body of `persistent_matmul` computes on a GPU: every variant, layout, type and copy."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

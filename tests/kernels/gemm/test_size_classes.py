@@ -1,7 +1,5 @@
 """That `persistent_matmul` is tuned for classes of rows, and right for all rows of a class."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from dense_runs import error_ratio

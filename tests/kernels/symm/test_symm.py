@@ -1,7 +1,5 @@
 """One suite for all backends of symmetric memory; those of GPUs run where two are."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import sys

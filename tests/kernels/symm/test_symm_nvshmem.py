@@ -1,7 +1,5 @@
 """That giving NVSHMEM's memory back ends, whatever NVSHMEM does; the library is pretended here."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

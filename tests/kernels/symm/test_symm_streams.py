@@ -1,7 +1,5 @@
 """What GPU memory keeps when it is abandoned, whose its streams are, what they do, on a pretended driver."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """That the state dict of a mixture of experts is that of the modules it was made from, both ways."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """That layers multiply rows in fp8 in forward, and have the gradients of their bf16 tensors in backward."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

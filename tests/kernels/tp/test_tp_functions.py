@@ -1,7 +1,5 @@
 """That products of tensor parallelism and their gradients are those of torch, in every order of use."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """That silu(gate) * up and its gradients are torch's, however the operands lie."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.functional import silu

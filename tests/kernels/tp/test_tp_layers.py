@@ -1,7 +1,5 @@
 """That layers made from ordinary ones train as those: gradients, state dicts, beside FSDP2, compiled."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import re

@@ -1,7 +1,5 @@
 """That a mixture of experts trains as the same experts in plain torch do."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

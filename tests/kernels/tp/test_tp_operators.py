@@ -1,7 +1,5 @@
 """Products of tensor parallelism as registered operators: compiled, tuned while compiled, torch's checks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """That projections of one tensor share a gather, while it is the same tensor and somebody reads them."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import weakref

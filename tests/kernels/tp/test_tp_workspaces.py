@@ -1,7 +1,5 @@
 """The workspaces of tensor parallelism: how many there are, when they grow and when they are given back."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 
