@@ -233,6 +233,8 @@ class SearchState:
         for name, context in self.contexts.items():
             context.compiling = report.parts[name].compiling if name in report.parts else 0
         patience = STARVED_RUNS[self.rules.mode]
+        if any(outcome.kind == "sample" for outcome in outcomes.values()):
+            self.pace.saved_s = sum(context.saved_ms for context in self.contexts.values()) / 1e3
         self.has_counted_run = False
         if run_phase is not None:
             run_phase.record(report, patience=patience)
@@ -297,11 +299,10 @@ class SearchState:
         self._made.count(kind, waits=any(each.waiting for each in self._trials))
         # The exchange before it lies in the first of the runs apart, whose median is told.
         exchange_s = report.exchange_s if report.apart else 0.0
-        saved_s = sum(context.saved_ms for context in self.contexts.values()) / 1e3
         if report.apart:
             apart = StepKind.COMPILING if self._is_compiling else StepKind.QUIET
-            self.pace.record(apart, report.apart_s, saved_s=saved_s, steps=report.apart)
-        self.pace.record(kind, report.step_s + exchange_s, report.exchange_s, saved_s)
+            self.pace.record(apart, report.apart_s, steps=report.apart)
+        self.pace.record(kind, report.step_s + exchange_s, report.exchange_s)
 
     def _end_if_idle(self, report: AgreedRun, *, is_idle: bool, was_closing: bool) -> None:
         """End the session after a run without a trial, once all ranks launch the settled configs."""

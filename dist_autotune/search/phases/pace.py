@@ -85,24 +85,19 @@ class Pace:
         self._own_s = 0.0  # what these steps would have taken without
         self._since_quiet: list[tuple[StepKind, float]] = []  # steps since the last one without tuning
         self._quiet_s: list[float] = []  # the last steps without tuning
-        self._saved_s = self._all_saved_s = 0.0  # of the device, by configs found so far: in a step, in all
+        self.saved_s = self._all_saved_s = 0.0  # of the device, by what was found so far: in a step, in all
         self._slower_s = 0.0  # what steps took with the first configs beyond the winners
         self._busy = self._held = self._repaid = 0  # steps in a row
         self._shortest_s = math.inf  # of steps without new keys
         self._is_refilling = False
         self.holds = False  # the next step is to hold no trial, and no compilers run beside it
 
-    def record(
-        self, kind: StepKind, took_s: float, exchange_s: float = 0.0, saved_s: float = 0.0, steps: int = 1
-    ) -> None:
-        """Record steps that took so long each, with the exchange before the first.
-
-        saved_s: of the device in a step, by what has been found.
-        """
+    def record(self, kind: StepKind, took_s: float, exchange_s: float = 0.0, steps: int = 1) -> None:
+        """Record steps that took so long each, with the exchange before the first."""
         own_s = took_s - exchange_s
         self._made += steps
         self._took_s += steps * took_s
-        self._saved_s, self._all_saved_s = saved_s, self._all_saved_s + steps * saved_s
+        self._all_saved_s += steps * self.saved_s
         if kind is not StepKind.NEW:
             self._old += steps
             self._shortest_s = min(self._shortest_s, own_s)
@@ -178,8 +173,8 @@ class Pace:
 
     def count_gain(self, gain_s: float) -> None:
         """Count what steps with the first configs took: each so much longer than one with the winners."""
-        if self._saved_s:
-            self._slower_s = gain_s * max(0.0, self._made - self._all_saved_s / self._saved_s)
+        if self.saved_s:
+            self._slower_s = gain_s * max(0.0, self._made - self._all_saved_s / self.saved_s)
 
     def pays_back(self) -> bool:
         """Return whether another step is to be made, as too much was spent by the last trial; count it."""
