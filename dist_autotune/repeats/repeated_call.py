@@ -33,7 +33,7 @@ class RepeatedCall(Generic[T]):
         has_run: bool = False,
     ) -> None:
         self._name, self._thunk, self._arguments, self._left = name, thunk, arguments, left
-        self._runs = 1 if has_run else 0
+        self.has_run, self._runs = has_run, 1 if has_run else 0
         self._saved = SavedTensors()
 
     def __call__(self) -> T:

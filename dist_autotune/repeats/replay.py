@@ -38,8 +38,11 @@ class Runs(Protocol):
     def note(self, text: str) -> None:
         """Write a line of the log."""
 
-    def end_checked(self, found: str) -> None:
-        """End the comparison of two runs; where something was `found`, the session too."""
+    def end_checked(self, found: str, *, has_run: bool) -> None:
+        """End the comparison of two runs; where something was `found`, the session too.
+
+        has_run: the call has made a settled run before.
+        """
 
     def close(self) -> None:
         """End the session."""
@@ -146,8 +149,10 @@ class Replay(Generic[T]):
         found = self._session.found_in_place(found)
         if found:
             self._check.put_back()
+            if self._beside is not None:
+                self._put_back()
         else:
             self._check = None
             self._first.clear()
-        self._session.end_checked(found)
+        self._session.end_checked(found, has_run=self._call.has_run)
         return bool(found)

@@ -142,11 +142,19 @@ def warn_of_missing_group(name: str) -> None:
         )
 
 
-def changed_in_place(name: str, found: str) -> str:
-    """Return the warning where a second run of a function has changed what the first one left."""
+def changed_in_place(name: str, found: str, *, has_run: bool) -> str:
+    """Return the warning where a second run of a function has changed what the first one left.
+
+    has_run: behind a settled run that had met a new key, whose effects stay beside those of the first one.
+    """
+    ended = (
+        "the call, which had met a new key, ended with two runs"
+        if has_run
+        else "the call ended with its first run"
+    )
     return (
         f"{name} changes {found}, in place: a second run with the same configs left other values. They were "
-        "put back, the call ended with its first run, and its keys stay untuned until retune(). Name the "
+        f"put back, {ended}, and its keys stay untuned until retune(). Name the "
         'tensor in preserve=, or in restore_value of the kernel, or use mode="online".'
     )
 

@@ -117,7 +117,6 @@ class FunctionState:
         self.guard = function.crash_guard(disk)
         self.written = WrittenTensors()  # by the launches of the call under way
         self.time_spent = TimeSpent()  # of the session under way
-        self.is_checked = False  # its first two runs left the same values: see `InPlaceCheck`
         self.has_refused = False  # a settled call: the peers know
         self._watch = watch
         self._call_count: CallCount | None = None

@@ -49,6 +49,7 @@ class Session(SessionExchanges):
         self._progress = Progress(function.name, function.options.progress, is_first=is_first)
         self._launches: CallUnderWay  # of the last run
         self.asks_to_retune = self.retunes = False  # this rank, with its next report; all ranks, by order
+        self._is_checked = False  # its first two runs left the same values: see `InPlaceCheck`
         self.in_place = ""  # what a further run changes though nobody declared it: nothing more is tried
         self.left: tuple[RankContext, ...] = ()  # the keys that stay untuned then
 
@@ -119,7 +120,7 @@ class Session(SessionExchanges):
         """
         function, written = self.function, self.state.written
         with self._reporting_failures():
-            checks = function.checks_in_place and not self.state.is_checked
+            checks = function.checks_in_place and not self._is_checked
             makes_second = not function.repeats_first_plan
             snapshot = Snapshot(function.options.preserve)
             replay = Replay(self, call, written, snapshot, beside, checks=checks, makes_second=makes_second)
@@ -154,13 +155,13 @@ class Session(SessionExchanges):
     def note(self, text: str) -> None:
         self._recorder.write(Note(text=text))
 
-    def end_checked(self, found: str) -> None:
+    def end_checked(self, found: str, *, has_run: bool) -> None:
         if not found:
-            self.state.is_checked = True
+            self._is_checked = True
             return
         self.in_place = f"a further run changes {found}"
         self.left = self.state.registry.untuned()
-        text = diagnosis.changed_in_place(self.function.name, found)
+        text = diagnosis.changed_in_place(self.function.name, found, has_run=has_run)
         self._drop(TuningError(text), outcome="changes in place")
         warnings.warn(text, stacklevel=2)
 

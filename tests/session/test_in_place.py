@@ -117,3 +117,24 @@ def test_what_rounding_explains_is_no_work_in_place(bench):
     tuned = bench.tune(step, **RACING)
     tuned()
     assert winner(only(tuned.report)) == 32
+
+
+@pytest.mark.parametrize("preserves", [False, True])
+def test_it_is_found_where_only_a_key_of_a_later_call_leads_there(bench, preserves):
+    kernel, total, kept = bench.kernel(MS), torch.zeros(()), torch.zeros(())
+
+    def step(n):
+        kept.add_(preserves)
+        total.add_(n > 64)
+        return launch(kernel, numbers(n)) + total
+
+    tuned = bench.tune(step, preserve=[kept] if preserves else [], **RACING)
+    tuned(64)
+    with pytest.warns(UserWarning, match=r"in place: .* ended with two runs, .*preserve="):
+        result = tuned(128)
+    assert total == 2  # of the run that met the key, and of the one that was repeated
+    assert torch.equal(result, numbers(128) + 1 + (1 if preserves else 2))
+    assert kept == 2 * preserves
+    assert [key[0] for _, key, _ in tuned.untuned] == [128]
+    tuned(128)
+    assert (total, kept) == (3, 3 * preserves)
