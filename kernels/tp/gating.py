@@ -17,6 +17,7 @@ from torch.nn.functional import silu
 
 from ..configs import INTERPRETED
 from ..launches.prepared import PlainLaunches
+from ..launches.settled import compiled_for
 from .operator import Operator
 
 BLOCK = 2048  # elements of a program
@@ -71,9 +72,8 @@ def _can_take(gate: Tensor, up: Tensor) -> bool:
 def _launch(launches: PlainLaunches, *tensors: Tensor) -> None:
     n = tensors[0].numel()
     if n:
-        is_aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)  # else Triton loads otherwise
-        kind = tensors[0].device, tensors[0].dtype, n, is_aligned
-        launches.launch(kind, triton.cdiv(n, BLOCK), tensors, (n,), {"BLOCK": BLOCK})
+        kind = (tensors[0].device, n, *compiled_for(tensors))
+        launches.launch(kind, (triton.cdiv(n, BLOCK), 1, 1), tensors, (n,), {"BLOCK": BLOCK})
 
 
 def _silu_times(gate: Tensor, up: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """That silu(gate) * up and its gradients are torch's, however the operands lie."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn.functional import silu
@@ -33,6 +35,16 @@ def check(make, device, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_results_and_gradients_are_torch_s(make, dtype):
     check(make, "cpu", dtype)
+
+
+def test_a_launch_is_prepared_for_each_alignment_of_each_operand(monkeypatch):
+    kinds = []
+    recorder = SimpleNamespace(launch=lambda kind, *_: kinds.append(kind))
+    monkeypatch.setattr(gating, "_FORWARD", recorder)
+    aligned, between = torch.randn(64), torch.randn(65)[1:]
+    for operands in ((aligned, aligned), (aligned, between), (between, aligned), (between, between)):
+        gating.silu_times(*operands)
+    assert len(set(kinds)) == 4
 
 
 @pytest.mark.gpu(devices=1, seconds=20)
