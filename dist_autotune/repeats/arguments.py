@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,7 +25,8 @@ class Arguments:
         self._held: list[tuple[Any, Any]] = []  # a container, and a shallow copy
         if isinstance(thunk, functools.partial):
             refuse_iterators(thunk.func, thunk.args, thunk.keywords)
-            self._held = [(each, _copied(each)) for each in _containers(thunk) if not isinstance(each, tuple)]
+            given = _containers([*thunk.args, *thunk.keywords.values()])
+            self._held = [(each, _copied(each)) for each in given if not isinstance(each, tuple)]
 
     @property
     def have_changed(self) -> bool:
@@ -39,10 +41,10 @@ class Arguments:
 
 
 def refuse_iterators(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise NotRepeatable if an argument is an iterator, or a container that holds one."""
+    """Raise NotRepeatable if an argument is an iterator, or in a container."""
     given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for place, value in given:
-        for held in (value, *_held_by(value)):
+        for held in (value, *itertools.chain.from_iterable(map(_held_by, _containers([value])))):
             if hasattr(type(held), "__next__") and not _is_owner(fn, place, value):
                 name = getattr(fn, "__qualname__", type(fn).__qualname__)
                 raise NotRepeatable(
@@ -68,8 +70,9 @@ def _named(fn: Callable[..., Any], place: int | str) -> str:
     return f"argument {names[place]!r}" if place < len(names) else f"argument number {place + 1}"
 
 
-def _containers(thunk: functools.partial[Any]) -> Iterator[Any]:
-    pending, seen = [*thunk.args, *thunk.keywords.values()], set[int]()
+def _containers(values: list[Any]) -> Iterator[Any]:
+    """Yield the containers among `values`, and those in them, each once."""
+    pending, seen = [*values], set[int]()
     while pending:
         value = pending.pop()
         value = value.data if isinstance(value, (UserDict, UserList)) else value

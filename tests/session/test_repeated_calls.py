@@ -23,6 +23,7 @@ ITERATORS = {
     "a generator": lambda: (x for x in ones_of(64)),
     "a map": lambda: map(torch.clone, ones_of(64)),
     "in a dict": lambda: {"batches": iter(ones_of(64))},
+    "deep in a list": lambda: [({"batches": iter(ones_of(64))},)],
 }
 
 
