@@ -88,11 +88,3 @@ def test_times_in_context_are_the_gpus_own_within_3_percent_and_two_events_or_fl
     for wanted_us in (2, 10, 20, 50, 100, 500, 5000):
         assert not by_arm[wanted_us, "idle", True].launch_bound  # feeding is enough
         assert not by_arm[wanted_us, "busy", False].launch_bound  # and not needed here
-
-
-# ---- a whole step: the best family, and what was found of its gain
-
-
-def measured(**ms):
-    arms = [{"name": name, "ms": each} for name, each in ms.items()]
-    return {"arms": [*arms, {"name": "broken", "unavailable": "no device"}]}

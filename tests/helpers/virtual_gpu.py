@@ -68,9 +68,7 @@ class VirtualGpu:
     rank: int
     host_ms: float = 0.0
     fillers_ms: list[float] = field(default_factory=list)  # of torch.cuda._sleep
-    events: int = 0  # recorded
     synchronized: int = 0
-    event_cost_ms: float = 0.0  # what two events read beyond what is between them
     awaits: Command | None = None  # the host waits for its end
     trouble: Callable[[], BaseException] | None = None  # raised by every question and command ...
     breaks_ms: float = 0.0  # ... from this time of the host's on
