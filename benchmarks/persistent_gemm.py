@@ -38,7 +38,6 @@ from benchmarks.operations.products import (
     relative_error_of_blocks,
 )
 from dist_autotune import ContextualAutotuner
-from dist_autotune.kernels.gemm.launch import tuned_gemm
 from dist_autotune.kernels.matrices import as_matrix
 from dist_autotune.kernels.persistent_gemm import PARTS, VARIANTS, persistent_matmul
 
@@ -158,27 +157,16 @@ def arms_of(problem: Problem, options: argparse.Namespace) -> list[Arm]:
     return arms
 
 
-def what_was_copied(kernel: str, key: tuple[Any, ...], problem: Problem) -> list[str]:
-    """Return which matrices passed through scratch memory: those that the kernel found better aligned."""
-    if kernel != "gemm":
-        return []
-    found = dict(zip(tuned_gemm.keys, key, strict=False))  # the key ends with types
-    copied = []
-    for name, tensor in (("a", problem.a), ("b", problem.b)):
-        matrix = as_matrix(tensor)
-        if matrix is None or matrix.alignment() < int(found[f"{name}_alignment"]):
-            copied.append(name)
-    return [*copied, "out"] if as_matrix(problem.out) is None else copied
-
-
 def what_was_tuned(problem: Problem) -> dict[str, Any]:
     """Return what the record says of the tuning of all arms of a shape."""
     reports = [each.report for each in problem.tuned if each.report is not None]
     contexts = [context for report in reports for context in report.contexts]
     record = tuned_record(reports, [(context, str(context.config)) for context in contexts])
+    matrices = {"a": problem.a, "b": problem.b, "out": problem.out}
+    copied = [name for name, matrix in matrices.items() if as_matrix(matrix) is None]
     for told, context in zip(record["contexts"], contexts, strict=True):
         told["key"] = [str(part) for part in context.key]
-        told["copied"] = what_was_copied(context.kernel, context.key, problem)
+        told["copied"] = copied if context.kernel == "gemm" else []  # through scratch memory
     return record
 
 

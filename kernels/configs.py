@@ -80,19 +80,20 @@ def capability(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).major)
 
 
-def pipeline_bytes(config: triton.Config, itemsize: int) -> int:
-    """Return the size of the tiles in flight; the epilogue's share differs between Triton's versions."""
-    kwargs = config.kwargs
-    stages = config.num_stages - 1 if torch.version.hip else config.num_stages
-    return int(stages * (kwargs["BLOCK_M"] + kwargs["BLOCK_N"]) * kwargs["BLOCK_K"] * itemsize)
-
-
 def fitting(configs: list[triton.Config], itemsize: int) -> list[triton.Config]:
-    """Return the configs of plain kernels whose tiles in flight fit the device; all where none does."""
+    """Return the configs of plain kernels whose tiles in flight fit the device; all where none does.
+
+    The epilogue's share is left out: it differs between Triton's versions.
+    """
     if INTERPRETED:
         return configs
-    limit = shared_memory_bytes()
-    return [config for config in configs if pipeline_bytes(config, itemsize) <= limit] or configs
+    limit, fits = shared_memory_bytes(), []
+    for config in configs:
+        stages = config.num_stages - 1 if torch.version.hip else config.num_stages
+        sides = config.kwargs["BLOCK_M"] + config.kwargs["BLOCK_N"]
+        if stages * sides * config.kwargs["BLOCK_K"] * itemsize <= limit:
+            fits.append(config)
+    return fits or configs
 
 
 def not_too_large(configs: list[triton.Config], **sizes: int) -> list[triton.Config]:

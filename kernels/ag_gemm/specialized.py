@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from ..compat import HAS_INLINE_PTX
@@ -49,11 +47,6 @@ tuned = tuned_over_chunks(specialized_all_gather_gemm, CANDIDATES, "ACTIVATION")
 _KERNEL = TunedKernel(tuned, blocks_of, operation="AllGatherGemm")
 
 
-@functools.lru_cache(maxsize=4096)
-def _size_class(rows: int) -> int:
-    return class_of_chunk(rows, CANDIDATES)
-
-
 def can_run(gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rows: int) -> bool:
     """Return whether `SpecializedConsumer` takes these: this rank's own answer, by addresses and N."""
     matrices = _matrices(gather, weight, out)
@@ -71,7 +64,7 @@ class SpecializedConsumer(Consumer):
         self._matrices = _matrices(gather, weight, out)  # as they lie: their addresses are of the first call
         self._gather_at, self._further = gather.data_ptr(), (gather.shape[1],)
         self._sizes = (len(out), len(weight), gather.shape[2])
-        self._size_class = _size_class(len(out) // held.world_size)
+        self._size_class = class_of_chunk(len(out) // held.world_size, CANDIDATES)
         activation = {"ACTIVATION": epilogue.activation or NO_ACTIVATION}
         self._constants = constants_of_chunks(self._matrices, gather.device) | activation
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from ..compat import HAS_INLINE_PTX
 from ..gemm.configs import any_width, blocks_of, class_of_chunk, gluon_candidate
 from ..gemm.launch import (
@@ -49,11 +47,6 @@ tuned = tuned_over_chunks(specialized_gemm_reduce_scatter, CANDIDATES, "STORES")
 _KERNEL = TunedKernel(tuned, blocks_of, operation="GemmReduceScatter")
 
 
-@functools.lru_cache(maxsize=4096)
-def _size_class(rows: int) -> int:
-    return class_of_chunk(rows, CANDIDATES)
-
-
 def can_run(operands: ScatterOperands, held: ScatterMemory) -> bool:
     """Return whether `SpecializedBody` takes these: this rank's own answer, by addresses and K."""
     a, out, addend = operands.a, operands.out, operands.addend
@@ -71,7 +64,7 @@ class SpecializedBody(Body):
         a, rows = self._matrices[0], operands.out.shape[0]
         self._tensors = (held.table, *held[2:])
         self._sizes, self._further = (a.rows, operands.out.shape[1], a.columns), (held.partial.shape[1],)
-        self.in_steps, self._size_class = rows >= STEP_ROWS, _size_class(rows)
+        self.in_steps, self._size_class = rows >= STEP_ROWS, class_of_chunk(rows, CANDIDATES)
         self._constants = constants_of_chunks(self._matrices, operands.a.device) | {"STORES": stores}
         self._partial_at = held.partial.data_ptr()
 
