@@ -154,7 +154,7 @@ def fails_behind(method):
     return called
 
 
-STEPS = ["agree", "allocate", "put", "exchange", "launch", "behind the launch", "push"]
+STEPS = ["agree", "allocate", "exchange", "launch", "behind the launch", "push"]
 LATE = "launch, when the peer has its result"  # of ways whose product has sent the rows before
 SENDING = ("GemmAllReduce, None", "GemmAllReduce, low-latency")
 
@@ -204,7 +204,7 @@ def is_broken_by(rank, step, name):
     assert all(error < 1 for error in of_results)
     assert took_s < PROMPT_S
     if {told[0], told[-1]} == {RIGHT}:  # this way has no such step
-        assert step in ("put", "push", "launch", "behind the launch")
+        assert step in ("push", "launch", "behind the launch")
         assert [*told, closed] == [RIGHT] * 4
         return True
     if rank == 0:
