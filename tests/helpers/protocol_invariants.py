@@ -5,7 +5,6 @@ compares how the calls ended.
 """
 
 from collections import Counter
-from typing import Any
 
 from random_programs import Kernel, Program, having, true_winner, viable_blocks
 from triton.runtime.errors import OutOfResources
@@ -15,33 +14,14 @@ from virtual_tuners import FUNCTIONS, Boom, Ending, VirtualRank
 from dist_autotune.errors import AgreementTimeout, NoValidConfig, PeerFailed, RankMismatch, TuningError
 from dist_autotune.search.budget import RUNS_ALLOWED, planned_runs
 from dist_autotune.search.messages import InPlaceReport, Opening, RunReport, decode
-from dist_autotune.search.orders import ContextOrder, Orders
+from dist_autotune.search.orders import ContextOrder
 from dist_autotune.search.reports import values_of
 from dist_autotune.search.search import SESSION_STATE
 from dist_autotune.search.state import ADMISSION_RUNS
 
 
-def state_of(orders: Orders) -> tuple[Any, ...]:
-    """Return everything that an order has told; equal on all ranks."""
-    contexts = {name: _state_of_context(context) for name, context in orders.contexts.items()}
-    return contexts, orders.run, orders.session, dict(orders.aliases)
-
-
-def _state_of_context(context: ContextOrder) -> tuple[Any, ...]:
-    times = context.times
-    return (
-        context.about,
-        context.next_launch,
-        context.result,
-        dict(context.banned),
-        dict(times.ms),
-        dict(times.warmup_ms),
-        dict(context.launch_ms),
-    )
-
-
 class Witness:
-    """Checks the ranks' states and payloads at each exchange, and counts what it sees."""
+    """Checks what has been published and how many runs were made, at each exchange; counts what it sees."""
 
     def __init__(self, program: Program, counts: Counter[str]) -> None:
         self.program = program
@@ -54,8 +34,6 @@ class Witness:
         if not all(data[:1] > b"\x80" for data in payloads):
             return  # no report: whether something was changed in place, or which call asks
         told = [decode(data) for data in payloads]
-        of_one = sequence % len(payloads)  # each rank's in turn
-        assert told[of_one].encode() == payloads[of_one], "a payload does not survive its journey"
         kinds = {type(payload) for payload in told}
         self.counts["exchanges"] += 1
         self.counts["sessions"] += kinds == {Opening}
@@ -81,13 +59,12 @@ class Witness:
     # -- the state -----------------------------------------------------------------------------------------
 
     def _check_states(self) -> None:
-        tunings = [rank.state.orders for rank in self.ranks if rank.state is not None]
-        first, *others = (state_of(tuning) for tuning in tunings)
-        for rank, other in enumerate(others, 1):
-            assert other == first, f"rank {rank} holds another state than rank 0:\n{other}\n{first}"
-        for context in tunings[0].contexts.values():
+        """Check what the deciding rank has published: the others apply the same orders."""
+        assert self.ranks[0].state is not None
+        contexts = self.ranks[0].state.orders.contexts
+        for context in contexts.values():
             self._check_context(context)
-        self._statuses = {name: context.status for name, context in tunings[0].contexts.items()}
+        self._statuses = {name: context.status for name, context in contexts.items()}
 
     def _check_context(self, context: ContextOrder) -> None:
         usable = set(range(len(context.digests))) - context.banned.keys()

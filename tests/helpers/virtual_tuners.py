@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import torch
 import triton
 from kernels_for_tests import accumulate, add, double, out_of_resources
 from msgspec.structs import replace
@@ -28,7 +27,6 @@ from dist_autotune import contextual_autotune, settings, tunable
 from dist_autotune import options as options_module
 from dist_autotune.compilation import child, compiler
 from dist_autotune.compilation.preflight import Compilation, Planned
-from dist_autotune.errors import NotRepeatable
 from dist_autotune.launch.dispatcher import Dispatcher
 from dist_autotune.launch.rank_context import RankContext
 from dist_autotune.logs.writer import SessionLog
@@ -228,7 +226,8 @@ class VirtualRank:
             self._meet_events()
             before, self.exchanges = self.runs, self.agreement.sequence
             try:
-                self._call()
+                value = self.tuned()
+                assert value == self.runs, "the call returned another run's result than the last"
                 error = None
             except Gone:
                 self.endings.append(Ending(self, Gone(), before))
@@ -239,22 +238,6 @@ class VirtualRank:
             assert not (self.tuned.settled and self.compilers), "a process compiles what nobody asks for"
             self.endings.append(Ending(self, error, before))
         return self.endings
-
-    def _call(self) -> None:
-        """Make a call with what a run could use up; every other one is looked at by hooks of autograd."""
-        batch, packed = {"labels": 1}, []
-        hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(1) or x, lambda x: x)
-        is_watched = zlib.crc32(f"{self.call} {self.program.seconds_a_run}".encode()) % 2 == 1
-        if self.program.options["mode"] == "replay" and self.mode == "tune":
-            before = self.runs
-            with contextlib.suppress(NotRepeatable):
-                self.tuned(iter(()))
-            assert self.runs == before, "a run was given an iterator"
-        with hooks if is_watched else contextlib.nullcontext():
-            value = self.tuned(batch)
-        assert batch == {}, "a call leaves its arguments as one run does"
-        assert len(packed) == is_watched, "hooks of autograd see one run of a call"
-        assert is_watched or value == self.runs, "the call returned another run's result than the last"
 
     def preflight(self, tuner: Any, configs: dict[str, Any]) -> dict[str, str]:
         kernel = self.program.kernels[self.tuners.index(tuner)]
@@ -295,9 +278,7 @@ class VirtualRank:
                         self.disk.entries[name] = replace(entry, winner=entry.key.candidates[-1])
                 self.start_process()
 
-    def _thunk(self, batch: Any) -> int:
-        assert batch.pop("labels") == 1, "a run finds its arguments as they were given"
-        torch.ones(1, requires_grad=True).sin()  # saves a tensor
+    def _thunk(self) -> int:
         program, rank = self.program, self.agreement.rank
         under_way = None if self.state is None else self.state.dispatcher.run_under_way
         is_repeated = under_way is not None and under_way.repeats
