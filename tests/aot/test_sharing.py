@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from candidates import Compiler, Preflight, arrive, kernel
+import torch.distributed as dist
+import triton
+from candidates import GOOD, Compiler, Preflight, arrive, kernel, settle, tuned
 from candidates import preflight as preflight_launch
 
 from dist_autotune.compilation.compiler import CompileOptions
@@ -78,3 +80,42 @@ def test_ctrl_c_leaves_no_process(device, compiler):
         return preflight(64, limit_s=60.0).counts.compiled
 
     assert assert_all_ok(run_ranks(program, 1, init="none")) == [1]
+
+
+# ---- binaries that one rank finds in the cache
+
+
+@pytest.fixture(autouse=True)
+def cache_as_before():
+    with triton.knobs.cache.scope():
+        yield
+
+
+@pytest.mark.parametrize("mode", ["replay", "online"])
+@pytest.mark.parametrize("warm", [0, 1])
+def test_ranks_make_equal_runs_whichever_has_the_binaries(device, compiler, tmp_path, warm, mode):
+    def step_of(directory: str, **options: object):
+        triton.knobs.cache.dir = str(tmp_path / directory)
+        tuner, x, y = kernel(GOOD, 64, 32), torch.zeros(1, dtype=torch.float16), torch.zeros(1)
+
+        def thunk() -> None:
+            tuner[(1,)](x, y)
+            if dist.is_initialized():
+                dist.all_reduce(y)
+
+        return tuned(thunk, **options)
+
+    step_of("warm")()  # leaves the binaries there
+    found = len(compiler.compilations())
+    assert found == 3
+    device.forget()
+
+    def program(rank: int) -> tuple[int, dict[str, str]]:
+        step = step_of("warm" if rank == warm else "cold", is_dist=True, mode=mode)
+        settle(step)
+        (context,) = step.report.contexts
+        return step.report.runs, dict(context.banned)
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one
+    assert set(compiler.compilations()[found:]) == {GOOD, 64, 32}  # the cold rank's

@@ -1,7 +1,7 @@
 """A cache that some ranks have and others lack: all make equally many runs, each with a collective.
 
 One rank that skips what its peers wait for is an outage: they sit in their collective until a time-out. The
-binaries' level, with Triton's compiler, is in `tests/aot/test_half_warm_aot.py`.
+binaries' level, with Triton's compiler, is in `tests/aot/test_sharing.py`.
 """
 
 import shutil

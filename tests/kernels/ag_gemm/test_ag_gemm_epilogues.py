@@ -216,7 +216,6 @@ def test_every_way_ends_with_its_epilogue_on_gpus_eager_and_replayed(rank, backe
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 @on_ranks(2, timeout_s=300)
 def test_every_way_multiplies_fp8_on_gpus(rank, backend):
-    """Call with some rows, each rank with a candidate of its own."""
     torch.manual_seed(rank)
     specialized.tuned.configs = specialized.CANDIDATES[rank : rank + 1]
     all_gather_gemm.configs = CANDIDATES[rank : rank + 1]

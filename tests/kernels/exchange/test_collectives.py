@@ -37,6 +37,7 @@ from operations import (
 
 from dist_autotune import contextual_autotune
 from dist_autotune.codec import digest
+from dist_autotune.kernels.agreement.ballots import NUMBERS, RING, Ballots
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.launch.tunable import CHOICES
 from dist_autotune.triton_api.identity import key_text
@@ -294,3 +295,27 @@ def test_what_stands_between_the_collectives_is_right_on_one_gpu(rank):
     for runs in WITH_COLLECTIVES.values():
         errors += three_calls(rank, runs, (300,), 264, 520, 8, 2, torch.bfloat16, **ALWAYS)
     return errors + routed_layers(rank, [300], "any", **ALWAYS) + captured_layer(rank, [300], **ALWAYS)
+
+
+# ---- hosts that must decide alike, however far one is ahead
+
+
+@pytest.mark.parametrize(("world", "first"), [(2, 0), (3, NUMBERS - RING)])
+@on_ranks()
+def test_all_ranks_decide_alike_around_the_ring_and_where_numbers_begin_anew(rank, world, first):
+    """Ask at random, and late at random."""
+    box, order, late = Ballots("test", None, PATIENCE_S), random.Random(first), random.Random(rank)
+    box._call, box._rings[rank][first % RING] = first, first << 32
+    dist.barrier()
+    wrong = []
+    for call in range(3 * RING):
+        asked = [order.choice((0, 8, 8)) for _ in range(world)]
+        if order.random() < 0.7:
+            asked = [8 * (asked[0] > 0)] * len(asked)
+        if late.random() < 0.01:
+            time.sleep(late.random() / 100)
+        standing = box.standing(8)
+        if box.agree(8, int(asked[rank] > 0), 8) != (set(asked) == {8} or (standing and 8 in asked)):
+            wrong.append(call)
+    box.check()
+    assert wrong == []

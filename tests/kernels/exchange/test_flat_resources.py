@@ -57,7 +57,6 @@ def test_thousands_of_calls_leave_memory_threads_and_files_as_they_were(rank):
 
 @on_ranks(2)
 def test_operations_that_are_closed_or_abandoned_leave_no_thread_and_no_file(rank):
-    """Open and close operations of each kind, and abandon some."""
     kinds = (AllGatherGemm, GemmReduceScatter, MoEReduceScatter)
     for round in range(12):
         if round == 2:
@@ -77,7 +76,6 @@ def test_operations_that_are_closed_or_abandoned_leave_no_thread_and_no_file(ran
 @pytest.mark.gpu(devices=2, alone=True, seconds=13)  # the device's free memory is read
 @on_ranks(2, timeout_s=240)
 def test_ten_thousand_calls_on_gpus_leave_memory_threads_and_files_as_they_were(rank):
-    """Make 10,000 calls of two operations with tensors of their own."""
     GATHERING_ROWS.begin(rank, 0)
     SCATTERING_SUMS.begin(rank, 0)
     found = []

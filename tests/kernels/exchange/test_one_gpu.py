@@ -99,7 +99,6 @@ def one_call(
 @pytest.mark.parametrize("consumer", CONSUMERS)
 @on_one_gpu
 def test_rows_that_arrive_late_and_in_pieces_are_waited_for(rank: int, consumer: str) -> None:
-    """Call with all candidates, shapes and numbers of pieces."""
     torch.manual_seed(0)
     found = {}
     for name, shape in itertools.product(CONSUMERS[consumer], SHAPES):
@@ -149,7 +148,6 @@ def test_rows_in_fp8_arrive_with_their_scales(rank: int, consumer: str) -> None:
 @pytest.mark.parametrize("consumer", CONSUMERS)
 @on_one_gpu
 def test_a_peer_that_does_not_come_is_named_and_the_gpu_is_free(rank: int, consumer: str) -> None:
-    """Call with a peer that does nothing."""
     choose_candidate(consumer, next(iter(CONSUMERS[consumer])))
     rows, n, k = SHAPES[0]
     weight = torch.empty(n, k, dtype=DTYPE, device=DEVICE)

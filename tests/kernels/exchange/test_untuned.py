@@ -5,14 +5,17 @@ import warnings
 import pytest
 import torch
 from dense_runs import SCATTERING_SUMS
+from kernels_for_tests import records
 from operation_runs import left_as_before
 from operations import HALF, factors
 
 from dist_autotune import contextual_autotune
+from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs import plain as gemm_rs
 from dist_autotune.kernels.gemm_rs.plain import CANDIDATES, gemm_reduce_scatter
 from dist_autotune.kernels.launches.settled import UntunedWarning
+from dist_autotune.logs.records import SessionClosed
 
 N, K = 40, 24
 
@@ -71,3 +74,22 @@ def test_a_capture_is_not_disturbed(op, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert told_by(lambda: op(a, weight)) == []
+
+
+# ---- how operations send their data
+
+
+def test_the_report_has_a_line_about_each_operation_of_its_runs(monkeypatch):
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")  # one run
+    a, weight = torch.ones(4, 16), torch.ones(8, 16)
+    with AllGatherGemm(4, 16, torch.float32) as op, AllGatherGemm(4, 16, torch.float32) as idle:
+        tuned, other = contextual_autotune(lambda: op(a, weight)), contextual_autotune(lambda: None)
+        tuned()
+        other()
+        idle(a, weight)
+    why = "CPU processes of one host share files"
+    line = f"AllGatherGemm: memory by shm: {why}; the host moves rows; no multicast is used"
+    assert tuned.report.operations == (line,)
+    assert line in str(tuned.report).splitlines()
+    assert other.report.operations == ()
+    assert [record.operations for record in records(SessionClosed)] == [(line,), ()]

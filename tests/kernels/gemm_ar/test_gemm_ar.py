@@ -70,7 +70,6 @@ def tuned(layer, **options):
 
 @on_ranks(3)
 def test_ways_differ_in_no_bit(rank):
-    """Compare sums with a residual."""
     REDUCING[None].begin(rank)
     a, weight = factors(7, 34, 24, HALF)
     residual, norm_weight = of_all(7, 34, HALF, 1)

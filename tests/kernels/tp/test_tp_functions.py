@@ -25,7 +25,6 @@ from dist_autotune.kernels.tp.registry import WORKSPACES
 def test_products_behind_one_gather_and_their_gradients_are_those_of_torch(
     rank, world, columns, save_gathered
 ):
-    """Compare two weights behind one gather, in calls of changing rows."""
     for seed, rows in enumerate((12, 5, 0, 20)):
         shards, sizes = tensors_of_all(world, rows, 16, seed=seed), (24, 9)
         weights = [tensors_of_all(world, n, 16, seed=10 * n + seed) for n in sizes]
@@ -147,7 +146,6 @@ def test_frozen_weights_keep_no_gathered_rows_and_get_no_gradient(rank):
 
 @in_workspaces(2)
 def test_one_weight_may_serve_both_products_and_its_transpose_is_not_copied(rank):
-    """Use one weight in both directions, as tied layers do."""
     shards, weights = tensors_of_all(2, 4, 8), tensors_of_all(2, 12, 8, seed=3)
     own = [shards[rank], weights[rank]]
     result = tp.matmul_reduce_scatter(tp.all_gather_matmul(*own), weights[rank].T)

@@ -130,7 +130,6 @@ def test_a_parallel_transformer_trains_as_the_plain_one(rank, how, dim):
 
 @in_workspaces(2)
 def test_state_dicts_are_those_of_the_plain_model(rank):
-    """Take a plain state dict into a parallel model and back, and one of the meta device."""
     mesh = dist.init_device_mesh("cpu", (2,))
     plain, other = alike_on_all_ranks(Transformer), alike_on_all_ranks(Transformer, seed=1)
     model = parallelize(other, mesh, plan_of(1))

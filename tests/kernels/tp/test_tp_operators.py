@@ -37,7 +37,6 @@ def test_a_compiled_layer_is_one_graph_with_the_same_bits(rank, save_gathered):
 @pytest.mark.filterwarnings("ignore:.* has not been tuned")  # at first they have not
 @in_workspaces(2, candidate=0)
 def test_kernels_of_a_compiled_forward_and_backward_are_tuned_in_context(rank):
-    """Tune with two candidates of each kernel."""
     all_gather_gemm.configs, gemm_reduce_scatter.configs = OF_GATHER[:2], OF_SCATTER[:2]
     own = [tensor_of(rank, *shape) for shape in ((32, 32), (32, 32), (32, 32))]
     layer = torch.compile(block, fullgraph=True, backend="aot_eager")

@@ -59,7 +59,6 @@ def double(x):
 @pytest.mark.parametrize("how", ["eager", "compiled", "inference"])
 @in_workspaces(2)
 def test_a_tensor_changed_in_place_between_projections_is_gathered_again(rank, how):
-    """Compare with plain layers, in a call and alone."""
     with torch.inference_mode(how == "inference"), torch.no_grad():
         plain, layer = parallel_projections(double)
         forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if how == "compiled" else layer

@@ -19,7 +19,6 @@ LAYERS = 20
 
 @in_workspaces(2)
 def test_many_layers_share_one_workspace(rank):
-    """One that gathers and one that scatters, forward and backward."""
     x = tensor_of(rank, 4, 8)
     weights = [tensor_of(0, *shape, seed=layer) for layer in range(LAYERS) for shape in ((12, 8), (8, 12))]
     held = []
@@ -101,7 +100,6 @@ def test_ranks_whose_peer_has_failed_release_with_it_and_begin_anew(rank, monkey
 
 @in_workspaces(2)
 def test_workspaces_are_given_back_by_width_and_with_their_group(rank):
-    """Release one of two widths; then open another in a new group, the one before being gone."""
     tp.reserve(8, 8, torch.float32)
     tp.reserve(8, 16, torch.float32)
     tp.release(features=16)
