@@ -22,6 +22,7 @@ LENT_STEPS = 64  # their overhead may be spent before they are made
 KNOWN = 8  # steps without new keys, of which the shortest is one of the program's
 NEAR = 3  # the last steps without tuning, whose median is what one takes by now; at first in a row
 MOST_BUSY = 8  # steps with a trial or compilers in a row; then one tells what those without take by now
+MOST_UNTOLD = 64  # steps in a row with none without tuning, of which a later one would tell nothing any more
 MARGIN = 0.9  # of the overhead is used: what a step without tuning takes is known to some per cent
 REFILLED = 0.75  # of what is lent: trials begin again when no more is spent
 MOST_APART = 16  # steps from one exchange to the next, at most
@@ -106,6 +107,9 @@ class Pace:
             self._record_quiet(own_s, steps)
         else:
             self._since_quiet += [(kind, own_s)] * steps
+            if len(self._since_quiet) >= MOST_UNTOLD:
+                self._quiet_s = self._quiet_s or [self.step_s]
+                self._settle(self._quiet_s[-1])
         is_busy = kind in (StepKind.TRIAL, StepKind.COMPILING)
         self._busy, self._held = (self._busy + steps, 0) if is_busy else (0, self._held + steps)
         self.holds = self._overhead is not None and self._is_to_hold(self._overhead, kind)
@@ -115,9 +119,14 @@ class Pace:
         before_s = self._quiet_s[-1] if self._quiet_s else took_s
         self._quiet_s = [*self._quiet_s, *[took_s] * min(steps, NEAR)][-NEAR:]
         near_s = min(statistics.fmean((before_s, took_s)), LONGEST_QUIET * self.step_s)
+        self._own_s += near_s * steps
+        self._settle(near_s)
+
+    def _settle(self, near_s: float) -> None:
+        """Count what the last steps have spent, where one without tuning takes so long."""
         for kind, spent_s in self._beyond(near_s).items():
             self._beyond_s[kind] += spent_s
-        self._own_s += near_s * (len(self._since_quiet) + steps)
+        self._own_s += near_s * len(self._since_quiet)
         self._since_quiet.clear()
 
     def _beyond(self, near_s: float) -> dict[StepKind, float]:
