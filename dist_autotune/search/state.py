@@ -291,17 +291,15 @@ class SearchState:
     def _count_run(self, report: AgreedRun) -> None:
         """Count a run, and what it held beside the program's work."""
         self.runs += 1
-        kind = StepKind.of(
-            is_new=any(part.announcement for part in report.parts.values()),
-            is_trial=any(each.is_on_trial for each in self._trials),
-            is_compiling=self._is_compiling,
-        )
+        is_new = any(part.announcement for part in report.parts.values())
+        is_trial = any(each.is_on_trial for each in self._trials)
+        untried = StepKind.COMPILING if self._is_compiling else StepKind.QUIET
+        kind = StepKind.NEW if is_new else StepKind.TRIAL if is_trial else untried
         self._made.count(kind, waits=any(each.waiting for each in self._trials))
         # The exchange before it lies in the first of the runs apart, whose median is told.
         exchange_s = report.exchange_s if report.apart else 0.0
         if report.apart:
-            apart = StepKind.COMPILING if self._is_compiling else StepKind.QUIET
-            self.pace.record(apart, report.apart_s, steps=report.apart)
+            self.pace.record(untried, report.apart_s, steps=report.apart)
         self.pace.record(kind, report.step_s + exchange_s, report.exchange_s)
 
     def _end_if_idle(self, report: AgreedRun, *, is_idle: bool, was_closing: bool) -> None:

@@ -34,18 +34,12 @@ LONGEST, LONGEST_QUIET = 5.0, 1.5
 
 
 class StepKind(enum.Enum):
-    """What a step of a session held beside the program's work."""
+    """What a step of a session held beside the program's work: the first of these that it held."""
 
     NEW = enum.auto()  # first launches of a key, which are compiled in any case
     TRIAL = enum.auto()
     COMPILING = enum.auto()  # compilers ran beside it
     QUIET = enum.auto()
-
-    @classmethod
-    def of(cls, *, is_new: bool, is_trial: bool, is_compiling: bool) -> StepKind:
-        """Return the kind of a step that held all this: the first of these counts."""
-        of_others = cls.COMPILING if is_compiling else cls.QUIET
-        return cls.NEW if is_new else cls.TRIAL if is_trial else of_others
 
 
 class Cost(Struct, frozen=True):
