@@ -50,7 +50,6 @@ class Result:
     rank: int
     value: Any = None  # what fn returned
     error: str | None = None  # "Type: message" of what fn raised
-    error_type: str | None = None
     traceback: str | None = None
     exitcode: int | None = None  # None: a signal ended the rank
     signal: signal.Signals | None = None
@@ -159,17 +158,6 @@ class _Job:
     store_port: int = 0
 
 
-@dataclass(frozen=True)
-class _Report:
-    """What a rank leaves behind when fn has returned or raised."""
-
-    elapsed_s: float
-    value: Any = None
-    error: str | None = None
-    error_type: str | None = None
-    traceback: str | None = None
-
-
 # ---- in the parent
 
 
@@ -248,9 +236,8 @@ def _result(job: _Job, rank: int, status: int, wall_s: float, *, late: bool) -> 
     try:
         report = pickle.loads(_report_path(job, rank).read_bytes())
     except Exception as error:  # any class may fail to load, in its own way
-        text = f"the value cannot be unpickled: {error!r}"
-        return replace(result, error=f"UnpicklingError: {text}", error_type="UnpicklingError")
-    return replace(result, **vars(report))
+        return replace(result, error=f"UnpicklingError: the value cannot be unpickled: {error!r}")
+    return replace(result, **report)
 
 
 @contextlib.contextmanager
@@ -297,20 +284,20 @@ def _become_rank(job: _Job, rank: int) -> None:
     # The pool of the parent is lost, and two threads of autograd that make a new one at once abort.
     torch.set_num_threads(1)
     started = time.monotonic()
-    exitcode = 0
+    exitcode, report = 0, dict[str, Any]()
     try:
         _join(job, rank)
         started = time.monotonic()
         value = with_room(job.fn, rank, *job.args)
-        report = _Report(time.monotonic() - started, value)
+        report = {"elapsed_s": time.monotonic() - started, "value": value}
     except BaseException as error:
         exitcode = _exitcode(error)
-        report = _Report(time.monotonic() - started, **_failure(error))
+        report = {"elapsed_s": time.monotonic() - started, **_failure(error)}
     try:
         data = pickle.dumps(report)
     except Exception as error:  # whatever the value's own __reduce__ raises
         exitcode = 1
-        data = pickle.dumps(_Report(report.elapsed_s, **_failure(error)))
+        data = pickle.dumps({"elapsed_s": report["elapsed_s"], **_failure(error)})
     path = _report_path(job, rank)
     path.with_suffix(".part").write_bytes(data)
     path.with_suffix(".part").replace(path)
@@ -337,8 +324,7 @@ def _join(job: _Job, rank: int) -> None:
 
 
 def _failure(error: BaseException) -> dict[str, str]:
-    name = type(error).__name__
-    return {"error": f"{name}: {error}", "error_type": name, "traceback": traceback.format_exc()}
+    return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
 
 
 def _exitcode(error: BaseException) -> int:

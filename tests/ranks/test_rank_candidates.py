@@ -11,26 +11,6 @@ from dist_autotune import NoValidConfig
 from dist_autotune.launch import dispatcher
 from ranks import assert_all_ok, run_ranks
 
-# ---- configs that not every rank has
-
-
-def test_a_rank_that_comes_to_a_key_later_keeps_its_first_config_until_all_tune_anew():
-    def program(rank):
-        bench, x, calls = Bench(), numbers(), []
-        kernel = bench.kernel({16: 1.0, 32: 3.0, 64: 2.0} if rank == 0 else {32: 1.0, 64: 1.0})
-        step = tune(bench, lambda: launch(kernel, x) if rank == 0 or len(calls) > 1 else None)
-        for _ in range(3):
-            calls.append(None)
-            step()
-            dist.barrier()
-        blocks, untuned = bench.blocks()[-1:], step.untuned
-        step.retune()
-        step()  # 16 was the winner; of what rank 1 has too, 64 is the fastest
-        return blocks, len(untuned), bench.blocks()[-1], step.untuned
-
-    assert assert_all_ok(run_ranks(program, 2)) == [([16], 0, 64, ()), ([32], 1, 64, ())]
-
-
 # ---- configs that fail
 
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from kernels_for_tests import Bench, accumulate, launch, numbers
-from operation_runs import on_ranks
 from rank_programs import blocks_of, tune
 
 from ranks import assert_all_ok, run_ranks
@@ -30,24 +29,6 @@ def test_each_rank_s_tensor_is_changed_once(objective):
     zero, one = assert_all_ok(run_ranks(program, 2))
     assert zero == one
     assert zero[0] == {"accumulate64": 32}
-
-
-@on_ranks(2)
-def test_ranks_tune_a_new_key_together_when_one_of_them_cannot_put_its_call_back(rank):
-    bench, y = Bench(), torch.zeros(64)
-    kernel, other = in_place(bench), bench.kernel(MS)
-
-    def thunk(n):
-        if rank == 0:
-            launch(kernel, numbers(), y)
-        launch(other, numbers(n))
-
-    step = tune(bench, thunk)
-    sizes = 8, 8, 16, 16, 16, 16, 16
-    for n in sizes:
-        step(n)
-    assert torch.equal(y, len(sizes) * numbers() if rank == 0 else torch.zeros(64))
-    assert (step.settled, bench.blocks("add", n=16)[-1]) == (True, 32)
 
 
 def test_undeclared_work_in_place_on_one_rank_ends_the_call_with_its_first_run_on_all():

@@ -166,14 +166,6 @@ def test_a_run_ends_when_the_named_function_has_returned(module, path, call):
 
 
 @pytest.mark.parametrize(
-    "name", ["works", "stepping:", "stepping:Model.", ":works", "__main__:works", "a b:c"]
-)
-def test_a_name_that_cannot_be_one_is_an_error_with_its_value(name):
-    with pytest.raises(InvalidOption, match=f"--step {name!r}: expected module:function"):
-        NamedCalls(name)
-
-
-@pytest.mark.parametrize(
     ("path", "reason"), [("Model.missing", "stepping has no Model.missing"), ("number", "7 is no function")]
 )
 def test_a_function_that_is_not_there_is_an_error_at_the_import(module, path, reason):

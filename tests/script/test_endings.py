@@ -112,16 +112,6 @@ def become_the_command(rank, arguments):
     main()
 
 
-def test_bits_that_no_step_can_keep_are_refused_and_nothing_is_run(tmp_path):
-    (tmp_path / "program.py").write_text("print('ran')")
-    command = ("-m", "dist_autotune", "run", "program.py")
-    refused = start(*command, DIST_AUTOTUNE_BITS="same")
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr.startswith("DIST_AUTOTUNE_BITS=same compares outputs by making a step again ")
-    served = start(*command, DIST_AUTOTUNE_BITS="same", DIST_AUTOTUNE_MODE="cached")
-    assert (served.returncode, served.stdout) == (0, "ran\n")
-
-
 def test_each_option_of_the_decorator_is_one_of_the_command_or_cannot_be():
     import dataclasses
 

@@ -10,7 +10,7 @@ import pytest
 from kernels_for_tests import records
 from programs import printed, start_program
 
-from dist_autotune.logs.records import ContextSettled, RunStarted, SessionClosed, SessionOpened
+from dist_autotune.logs.records import ContextSettled, RunStarted, SessionOpened
 from dist_autotune.options import Options
 from dist_autotune.script.boundaries import NamedCalls, OptimizerSteps
 from dist_autotune.script.program import Program
@@ -140,13 +140,6 @@ def test_what_forks_of_data_loaders_do_is_not_tuned():
         )
     )
     assert printed(0) == printed(1) == f"{sum(6.0 * i for i in range(8))}\n"
-
-
-def test_a_program_that_ends_before_all_is_settled_says_so():
-    results = start("train(2)", options=["--no-progress"])
-    assert_all_ok(results)
-    assert [record.outcome for record in records(SessionClosed)] == ["unfinished"]
-    assert " tuning " in results[0].stderr
 
 
 def test_functions_that_the_program_tunes_itself_are_tuned_as_without_the_command():

@@ -1,6 +1,5 @@
 """The report of a session, and what is read out of the logs of several ranks."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from dist_autotune.logs import records
 from dist_autotune.logs.writer import SessionLog
 from dist_autotune.reports import tables
 from dist_autotune.reports.history import SessionHistory, load_history
-from dist_autotune.search.rules import BY_RUN
 from dist_autotune.tables import as_lines
 from dist_autotune.tuner.report import TunedContext, TuningReport
 from ranks import assert_all_ok, run_ranks
@@ -50,20 +48,6 @@ def test_a_report_reads_as_a_table() -> None:
         "No gain of add[7]: no config has a time yet.",
         "Logs: logs",
     ]
-
-
-@pytest.mark.parametrize(
-    ("first_option_ms", "told"),
-    [
-        (1.0, "launches 2.000 -> 0.2500 ms a step (-87.5 %)"),
-        (9.0, "whole run 9.000 -> 1.000 ms a step (-88.9 %)"),
-    ],
-    ids=["kernel", "choice"],
-)
-def test_a_step_tells_of_the_kernels_or_of_the_choices_whichever_gain_more(first_option_ms, told):
-    kernel = replace(CONTEXT, default_ms=2.0)
-    choice = replace(CONTEXT, ms=1.0, default_ms=first_option_ms, judge=BY_RUN)
-    assert str(TuningReport(runs=9, contexts=(kernel, choice)).step) == told
 
 
 # ---- what the logs tell

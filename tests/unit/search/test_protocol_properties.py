@@ -7,7 +7,6 @@ from random import Random
 import pytest
 from fuzz import play, play_sessions
 from random_programs import BLOCKS, Choice, Event, Kernel, Pattern, Program
-from triton.runtime.errors import OutOfResources
 from virtual_tuners import VirtualClock
 
 pytestmark = pytest.mark.usefixtures("one_core")  # virtual ranks are threads that take turns
@@ -109,17 +108,6 @@ def test_kernels_taken_for_one_stay_two_on_a_rank_that_comes_to_have_both(first_
 def keys_of(*sizes: int) -> tuple[tuple[tuple[int, Pattern], ...], ...]:
     """Return the launches of one rank with these keys, in every run."""
     return (tuple((n, ALWAYS) for n in sizes),)
-
-
-def test_one_rank_leaves_a_kernel_with_one_config_to_stock_triton_and_its_errors_to_the_caller():
-    single = kernel_of((16,), launches=keys_of(64, 80))
-    plain = replace(program_of(single), is_plain=True)
-    counts: Counter[str] = Counter()
-    assert winners(play(plain, Random(0), counts)) == [{}]
-    assert counts["passed straight through"] == 2
-    failing = replace(plain, kernels=(replace(single, failures={(0, 16): "launch"}),))
-    (rank,) = play(failing, Random(0), Counter())
-    assert isinstance(rank.endings[0].error, OutOfResources)
 
 
 def test_kernels_of_one_name_do_not_steady_each_other_where_options_are_searched():

@@ -185,16 +185,6 @@ def test_online_each_time_is_that_of_the_plan_that_ran_however_late_it_is_read(r
     assert len(late.plans) > 2 * len(at_once.plans)  # the runs between were no samples
 
 
-def test_each_winner_has_the_time_of_the_plan_that_is_kept_though_only_the_last_runs_timed_it():
-    """Of 6561 plans none is raced where no share is known: the plan by launches is kept."""
-    contexts = named(*"abcdefgh", candidates=3)
-    ms = {c: 1.0 - 0.1 * int(c[-1]) for names in contexts.values() for c in names}
-    simulation = racing(contexts, ms, objective="thunk")
-    simulation.session()
-    times = [c.times.ms[c.incumbent] for c in simulation.tuning.contexts.values()]
-    assert times == [pytest.approx(8 * 0.8)] * 8
-
-
 # ---- what no run may try yet, or need not
 
 
