@@ -11,7 +11,7 @@ import torch
 from dense_runs import OF_SPECIALIZED_KERNEL, SCATTERING_SUMS
 from every_operation import EVERY, OF_ONE_WAY
 from expert_runs import GATHERING, SCATTERING, captured_layer, routed_layers, same_call_twice, sorted_rows
-from operation_runs import GPU_BACKENDS, assert_cases, message_of, values
+from operation_runs import GPU_BACKENDS, message_of, on_ranks, values
 from operations import (
     HALF,
     in_odd_places,
@@ -96,7 +96,11 @@ def cases_of_specialized_kernel(rank, backend):
     return {f"specialized, {name}": case for name, case in cases.items()}
 
 
-def cases_on_gpus(rank, name, backend):
+@pytest.mark.gpu(devices=2, seconds=80)
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+@pytest.mark.parametrize("name", OPERATIONS)
+@on_ranks(2, timeout_s=400)
+def test_every_operation_is_right_on_gpus(rank, name, backend):
     held = open_symmetric_memory(backend=backend)  # NVSHMEM is initialised once, not a second for each case
     every = EVERY[name]
     found = {
@@ -116,13 +120,6 @@ def cases_on_gpus(rank, name, backend):
 def closed(memory):
     memory.close()
     return True
-
-
-@pytest.mark.gpu(devices=2, seconds=80)
-@pytest.mark.parametrize("backend", GPU_BACKENDS)
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_every_operation_is_right_on_gpus(name, backend):
-    assert_cases(cases_on_gpus, 2, name, backend, timeout_s=400)
 
 
 @pytest.mark.gpu(devices=1)

@@ -18,15 +18,15 @@ LATE_S = 0.003  # a kernel of these sizes takes a hundredth of that
 PATIENCE_S = 20.0  # of a kernel
 
 
-class TwoRanks(SharingRanks):
-    """Rank 0 of two; the other one agrees with it."""
+class RankOfMany(SharingRanks):
+    """One rank, with which all others agree."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, world: int) -> None:
         self.group, self.timeout_s = None, PATIENCE_S
-        self.rank, self.world_size, self.members = 0, 2, (0, 1)
+        self.rank, self.world_size, self.members = rank, world, tuple(range(world))
 
     def _meet(self, step: str, value: Any) -> list[tuple[str, Any]]:
-        return [(step, value)] * 2
+        return [(step, value)] * self.world_size
 
 
 class HostAsPeer(CudaMemory):
@@ -35,7 +35,7 @@ class HostAsPeer(CudaMemory):
     name = "host as peer"
 
     def __init__(self) -> None:
-        super().__init__(TwoRanks(), torch.device(DEVICE, 0), "one GPU")
+        super().__init__(RankOfMany(0, 2), torch.device(DEVICE, 0), "one GPU")
 
     def _map(self, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
         here = torch.zeros(shape, dtype=dtype, device=self.device)

@@ -77,17 +77,6 @@ def on_ranks(
     return decorate
 
 
-def assert_cases(cases: Callable[..., Cases], world: int, *args: Any, timeout_s: float = 120.0) -> None:
-    """Fail unless all of cases(rank, *args) are right on `world` ranks, which run them one after another."""
-    __tracebackhide__ = True
-    failed = values(_run_cases_of, world, cases, *args, timeout_s=timeout_s)[0]
-    assert not failed, "\n".join(failed)
-
-
-def _run_cases_of(rank: int, cases: Callable[..., Cases], *args: Any) -> list[str]:
-    return run_cases(cases(rank, *args))
-
-
 # ---- on a rank
 
 

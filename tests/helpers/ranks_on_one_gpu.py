@@ -5,25 +5,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from host_as_peer import DEVICE, PATIENCE_S
+from host_as_peer import DEVICE, PATIENCE_S, RankOfMany
 
 from dist_autotune.kernels.exchange import operation
 from dist_autotune.kernels.symm.base import SymmetricTensor
 from dist_autotune.kernels.symm.cuda import CudaMemory
-from dist_autotune.kernels.symm.ranks import SharingRanks
 
 Parts = tuple[torch.Tensor, ...]  # of one allocation, by rank
-
-
-class RankOfMany(SharingRanks):
-    """One rank, with which all others agree."""
-
-    def __init__(self, rank: int, world: int) -> None:
-        self.group, self.timeout_s = None, PATIENCE_S
-        self.rank, self.world_size, self.members = rank, world, tuple(range(world))
-
-    def _meet(self, step: str, value: Any) -> list[tuple[str, Any]]:
-        return [(step, value)] * self.world_size
 
 
 class MemoryOfOneGpu(CudaMemory):

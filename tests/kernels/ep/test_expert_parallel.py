@@ -16,7 +16,7 @@ from expert_parallel_runs import (
     own_part,
     routing,
 )
-from operation_runs import Cases, assert_cases, device, on_ranks, synchronize, tuned_in_context
+from operation_runs import Cases, device, on_ranks, synchronize, tuned_in_context
 
 from dist_autotune.kernels.ep import ExpertParallel
 from dist_autotune.kernels.ep import launches as ep_launches
@@ -74,13 +74,9 @@ WORLDS = [2, 3, 4, pytest.param(2, marks=pytest.mark.gpu(devices=2), id="2 GPUs"
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_tokens_come_to_their_experts_and_their_results_back(world: int) -> None:
-    assert_cases(_round_trips, world)
-
-
-def _round_trips(rank: int) -> Cases:
+@on_ranks()
+def test_tokens_come_to_their_experts_and_their_results_back(rank: int, world: int) -> Cases:
     torch.manual_seed(rank)
-    world = dist.get_world_size()
     dtype = torch.float32 if device() == "cpu" else torch.bfloat16
     near = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 2e-2}
 
@@ -151,35 +147,25 @@ def test_a_subgroup_takes_odd_sizes_strided_tokens_and_choices_of_other_types_in
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_rows_may_travel_in_fp8_with_a_scale_for_each_128_elements(world: int) -> None:
-    assert_cases(_dispatched_in_fp8, world)
-
-
-def _dispatched_in_fp8(rank: int) -> Cases:
+@on_ranks()
+def test_rows_may_travel_in_fp8_with_a_scale_for_each_128_elements(rank: int, world: int) -> None:
     torch.manual_seed(rank)
     dtype, hidden = torch.float32 if device() == "cpu" else torch.bfloat16, 384
-
-    def run() -> bool:
-        leave_one_candidate(rank)
-        with ExpertParallel(
-            TOKENS, hidden, 2 * dist.get_world_size(), 2, dtype, one_launch=None, timeout_s=20.0
-        ) as op:
-            x = (torch.randn(TOKENS, hidden) * torch.logspace(-3, 3, 3).repeat_interleave(128)).to(dtype)
-            x[1] = 0
-            ids = routing("dropped", TOKENS, op.experts, 2)
-            d = op.dispatch(x.to(device()), ids.to(device()), fp8=True)
-            exact = op.dispatch(x.to(device()), ids.to(device()))
-            assert is_dispatched(op, x, ids, exact)
-            assert torch.equal(d.offsets, exact.offsets)
-            grouped, rounded = (each.rows[: each.offsets[-1]].float().view(-1, 128) for each in (exact, d))
-            scales = grouped.abs().amax(1, keepdim=True) / 448
-            # Half a step of three bits; the smallest numbers the interpreter does not round to the nearest.
-            error, half_a_step = (grouped - rounded).abs(), grouped.abs() / 16
-            assert (error <= torch.maximum(1.001 * half_a_step, scales / 64)).all()
-            assert not torch.equal(grouped, rounded)
-        return True
-
-    return {"fp8": run}
+    leave_one_candidate(rank)
+    with ExpertParallel(TOKENS, hidden, 2 * world, 2, dtype, one_launch=None, timeout_s=20.0) as op:
+        x = (torch.randn(TOKENS, hidden) * torch.logspace(-3, 3, 3).repeat_interleave(128)).to(dtype)
+        x[1] = 0
+        ids = routing("dropped", TOKENS, op.experts, 2)
+        d = op.dispatch(x.to(device()), ids.to(device()), fp8=True)
+        exact = op.dispatch(x.to(device()), ids.to(device()))
+        assert is_dispatched(op, x, ids, exact)
+        assert torch.equal(d.offsets, exact.offsets)
+        grouped, rounded = (each.rows[: each.offsets[-1]].float().view(-1, 128) for each in (exact, d))
+        scales = grouped.abs().amax(1, keepdim=True) / 448
+        # Half a step of three bits; the smallest numbers the interpreter does not round to the nearest.
+        error, half_a_step = (grouped - rounded).abs(), grouped.abs() / 16
+        assert (error <= torch.maximum(1.001 * half_a_step, scales / 64)).all()
+        assert not torch.equal(grouped, rounded)
 
 
 @on_ranks(2)

@@ -12,7 +12,6 @@ from torch import nn
 from tp_runs import WIDTH, block, in_workspaces, tensor_of
 
 from dist_autotune.kernels import tp
-from dist_autotune.kernels.ep import ExpertParallel
 
 MODES = (torch.inference_mode, torch.no_grad, torch.enable_grad)
 WAYS = {name: (runs, {}) for name, runs in (EVERY | OF_ONE_WAY).items()}
@@ -52,21 +51,6 @@ def test_opening_and_calls_make_no_tensor_of_the_default_type_or_device(rank, ru
         op.check()
         op.close()
     return errors
-
-
-@on_ranks(2)
-def test_experts_of_other_ranks_are_reached_in_any_mode_under_any_defaults(rank):
-    x, weights = tensor_of(rank, 6, WIDTH, grad=False), torch.ones(6, 2)
-    ids = torch.arange(12).view(6, 2) % 4
-    results = []
-    with odd_defaults():
-        op = ExpertParallel(6, WIDTH, 4, 2, torch.float32, timeout_s=60.0)
-    for mode in (*MODES, torch.no_grad):
-        with odd_defaults(), mode():
-            d = op.dispatch(x, ids)
-            results.append(op.combine(d.rows, d, weights).clone())
-    op.close()
-    assert all(torch.equal(each, 2 * x) for each in results)
 
 
 @in_workspaces(2)
