@@ -328,7 +328,7 @@ class AllGatherGemm(NumberedCalls):
         """Gather by a collective or by mail: for both see [Note: a collective needs no permit]."""
         a_shard, weight, out, epilogue, layout, into = product
         gathered, own = self._buffer.room(layout.rows)
-        if way == COLLECTIVE and self.world_size > 1 and self._buffer.lies_apart(a_shard):
+        if way == COLLECTIVE and self._buffer.lies_apart(a_shard):
             own = a_shard.detach()
         else:
             self._buffer.put(a_shard, epilogue.scale_a)

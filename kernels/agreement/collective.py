@@ -190,6 +190,8 @@ class Collective:
         """Write the shards of all ranks to `gathered`, of which `shard` may be the own part."""
         if self._world_size > 1:
             self._make(all_gather, gathered, shard)
+        elif shard.data_ptr() != gathered.data_ptr():
+            gathered.copy_(shard)
 
     def start_all_gather(self, gathered: torch.Tensor, shard: torch.Tensor) -> Callable[[], None]:
         """Enqueue the same beside later work; return a function that orders still later work behind it."""

@@ -196,6 +196,16 @@ def test_rows_that_are_gathered_into_a_tensor_of_the_caller_s_stay(rank, options
         assert message_of(lambda: op.with_gathered(within[:5], weight, gathered=within[:10])).startswith(told)
 
 
+@on_ranks(1)
+def test_a_lone_rank_s_collective_writes_its_rows_to_a_tensor_of_the_caller_s(rank):
+    a_shard, weight = factors(5, 8, 16, HALF)
+    kept = torch.full((5, 16), math.nan, dtype=HALF)
+    with GATHERING_ROWS.opened(rank, 16, 16, HALF, **ALWAYS) as op:
+        product, _ = op.with_gathered(a_shard, weight, gathered=kept)
+        assert torch.equal(kept, a_shard)
+        return [error_ratio(product, a_shard, weight)]
+
+
 # ---- on GPUs
 
 
