@@ -13,20 +13,11 @@ from rank_programs import TIMEOUT_S, ending, run_until_settled, set_patience, tu
 from dist_autotune import EventClock, PeerFailed, TuningError, is_tuning
 from dist_autotune.errors import LaunchFailed, LaunchTimeout
 from dist_autotune.logs.records import Note, RunFailed, SessionClosed
-from dist_autotune.ranks import exchange, group
 from dist_autotune.timing.samples import READ_WITHIN_RUNS
-from dist_autotune.tuner import function_state
 from ranks import assert_all_ok, run_ranks
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported later"
 NEVER_MS = 1e9
-
-
-@pytest.fixture
-def quick_heartbeats(monkeypatch):
-    """Let the thread that watches a run look twenty times a second."""
-    monkeypatch.setattr(exchange, "HEARTBEAT_S", 0.05)
-    monkeypatch.setattr(function_state, "GROUPS", group.Groups())
 
 
 def log_of(rank: int = 0) -> str:

@@ -46,14 +46,10 @@ def test_what_the_function_raises_reaches_the_caller_and_the_next_call_goes_on(b
     assert [record.by_rank for record in records(RunFailed)] == [0]
 
 
-def out_of_memory(*_: Any) -> Any:
-    raise torch.OutOfMemoryError("CUDA out of memory")
-
-
 def test_an_allocation_that_fails_elsewhere_in_the_function_is_the_users(bench, kernel):
     def thunk():
         launch(kernel, numbers())
-        out_of_memory()
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError):
         bench.tune(thunk)()
