@@ -1,19 +1,17 @@
 """`persistent_matmul` against float32 in the interpreter, where the plain body runs; how wrong calls end."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from dense_runs import error_ratio
-from gemm_runs import SHARED_BYTES, check, layouts_and_types, matrix, poisoned, schedules
+from gemm_runs import check, layouts_and_types, matrix, poisoned, schedules
 from operation_runs import DEVICE
 
 from dist_autotune import contextual_autotune
-from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES, PLAIN_CANDIDATES
+from dist_autotune.kernels.gemm.configs import PLAIN_CANDIDATES
 from dist_autotune.kernels.gemm.operation import plain_gemm
-from dist_autotune.kernels.gemm.pruning import fits
 from dist_autotune.kernels.persistent_gemm import VARIANTS, persistent_matmul
 
 # ---- the plain body, through the public function
@@ -133,16 +131,3 @@ def test_a_result_may_lie_beside_an_operand():
     for out in (whole[:, 8:14], whole[:, 8:].view(torch.float32)):
         persistent_matmul(a, b, out)
         torch.testing.assert_close(out.float(), a.float() @ b.float(), rtol=2e-3, atol=2e-3)
-
-
-# ---- what of the Gluon body can be tested without a GPU
-
-
-def test_there_are_candidates_of_every_variant_for_every_output():
-    for out_bytes, tensor_memory in itertools.product((2, 4), (False, True)):
-        usable = [
-            c for c in GLUON_CANDIDATES if fits(c, out_bytes, SHARED_BYTES, tensor_memory=tensor_memory)
-        ]
-        variants = {config.kwargs["VARIANT"] for config in usable}
-        assert variants >= {"pipelined", "persistent", "persistent_pipelined", "cooperative"}
-        assert ("pingpong" in variants) is not tensor_memory
