@@ -1,7 +1,5 @@
 """That no call depends on the modes and defaults of the process: grad, inference, type, device."""
 
-from contextlib import ExitStack
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,40 +14,27 @@ from dist_autotune.kernels import tp
 MODES = (torch.inference_mode, torch.no_grad, torch.enable_grad)
 WAYS = {name: (runs, {}) for name, runs in (EVERY | OF_ONE_WAY).items()}
 WAYS |= {f"{name}, by collectives": (runs, {"collective": True}) for name, runs in WITH_COLLECTIVES.items()}
-EACH_WAY = pytest.mark.parametrize(("runs", "options"), WAYS.values(), ids=WAYS)
 
 
-@EACH_WAY
+@pytest.mark.parametrize(("runs", "options"), WAYS.values(), ids=WAYS)
 @on_ranks(2)
-def test_a_call_in_any_mode_follows_opening_and_calls_in_any_other(rank, runs, options):
+def test_calls_in_any_mode_under_any_defaults_follow_opening_and_calls_in_any_other(rank, runs, options):
     errors = []
     for turn in range(len(MODES) if runs in EVERY.values() and not options else 1):
-        runs.begin(rank)
-        with ExitStack() as stack:
-            for mode in MODES[turn:] + MODES[:turn]:
-                with mode():
-                    if mode is MODES[turn]:
-                        op = stack.enter_context(runs.open(20, 16, **options))
-                    errors.append(runs.call_and_compare(op, [20, 7], 24, told=mode is torch.no_grad))
-    return errors
-
-
-@EACH_WAY
-@on_ranks(2)
-def test_opening_and_calls_make_no_tensor_of_the_default_type_or_device(rank, runs, options):
-    errors = []
-    with odd_defaults():
-        runs.begin(rank)
-        op = runs.open(20, 16, **options)
-    for told in (True, False):
-        operands = runs.operands(op, [20, 7], 24)
-        out = runs.new_out(op, [20, 7], operands)
+        modes = MODES[turn:] + MODES[:turn]
+        with modes[0](), odd_defaults():
+            runs.begin(rank)
+            op = runs.open(20, 16, **options)
+        for mode in modes:
+            with mode():
+                operands = runs.operands(op, [20, 7], 24)
+                out = runs.new_out(op, [20, 7], operands)
+                with odd_defaults():
+                    runs.call(op, operands, out, [20, 7], told=mode is torch.no_grad)
+                errors.append(runs.error_ratio(out, *operands))
         with odd_defaults():
-            runs.call(op, operands, out, [20, 7], told=told)
-        errors.append(runs.error_ratio(out, *operands))
-    with odd_defaults():
-        op.check()
-        op.close()
+            op.check()
+            op.close()
     return errors
 
 
