@@ -10,7 +10,8 @@ from __future__ import annotations
 import enum
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from types import MemberDescriptorType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -103,7 +104,10 @@ def _opened(item: Any) -> tuple[list[_Restore], list[Any]]:
     if _is_holder(item):
         # A library's module counts calls beside state in C++, as DistributedDataParallel does.
         of_library = isinstance(item, torch.nn.Module) and _is_of_library(item)
-        return [_bindings(vars(item), _is_held if of_library else _is_state)], [*vars(item).values()]
+        belongs, kept = _is_held if of_library else _is_state, _attributes(item)
+        return [_bindings(each, belongs) for each in kept], [
+            value for each in kept for value in each.values()
+        ]
     return [], []
 
 
@@ -124,17 +128,51 @@ def _is_generator(value: Any) -> bool:
 
 def _is_holder(value: Any) -> bool:
     """Return whether attributes are state: there is a `state_dict`, or a user's object holds tensors."""
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(value, type) or not isinstance(attributes, dict):
+    if isinstance(value, type) or not (kept := _attributes(value)):
         return False
     if callable(getattr(value, "state_dict", None)):
         return True
     if _is_of_library(value):
         return False
-    values = list(attributes.values())
+    values = [value for attributes in kept for value in attributes.values()]
     values += [each for value in values if isinstance(value, (list, tuple)) for each in value]
     values += [each for value in values if isinstance(value, dict) for each in value.values()]
     return any(isinstance(each, torch.Tensor) or _is_generator(each) for each in values)
+
+
+class _Slots(MutableMapping[str, Any]):
+    """The attributes that an object keeps in `__slots__`."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+        members = {name: each for kind in type(owner).__mro__[::-1] for name, each in vars(kind).items()}
+        self._members = {n: each for n, each in members.items() if isinstance(each, MemberDescriptorType)}
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._members[name].__get__(self._owner)
+        except AttributeError:  # it is not bound
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._members[name].__set__(self._owner, value)
+
+    def __delitem__(self, name: str) -> None:
+        self._members[name].__delete__(self._owner)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([name for name in self._members if hasattr(self._owner, name)])
+
+    def __len__(self) -> int:
+        return len([*self])
+
+
+def _attributes(value: Any) -> list[MutableMapping[str, Any]]:
+    """Return what holds an object's attributes: its `__dict__`, its slots, both or none."""
+    attributes = getattr(value, "__dict__", None)
+    kept: list[MutableMapping[str, Any]] = [attributes] if isinstance(attributes, dict) else []
+    has_slots = any(vars(kind).get("__slots__") for kind in type(value).__mro__)
+    return [*kept, _Slots(value)] if has_slots else kept
 
 
 def _is_of_library(value: Any) -> bool:
@@ -144,7 +182,7 @@ def _is_of_library(value: Any) -> bool:
 # -- how each kind is put back -----------------------------------------------------------------------------
 
 
-def _bindings(live: dict[Any, Any], belongs: Callable[[Any], bool]) -> _Restore:
+def _bindings(live: MutableMapping[Any, Any], belongs: Callable[[Any], bool]) -> _Restore:
     """Put back what names are bound to. An object that is no state and was made by a run stays."""
     known, saved = {*live}, {name: value for name, value in live.items() if belongs(value)}
 

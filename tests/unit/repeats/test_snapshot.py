@@ -103,6 +103,36 @@ def test_whatever_a_run_has_made_of_the_state_it_is_what_it_was(change):
         holder.tensors["a"].mul_(3)
 
 
+class Slotted:
+    __slots__ = ("number", "tensor", "unbound")
+
+    def __init__(self) -> None:
+        self.number, self.tensor = 1, torch.ones(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class SlottedToo(Slotted):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize("kind", [Slotted, SlottedToo, type("WithBoth", (Slotted,), {})])
+def test_what_an_object_keeps_in_slots_is_put_back(kind):
+    holder = kind()
+    tensor = holder.tensor
+    check_preserved([holder])
+    snapshot = Snapshot([holder])
+    tensor.add_(1)
+    holder.number, holder.tensor, holder.unbound = 2, torch.zeros(3), [5]
+    snapshot.restore()
+    assert (holder.number, holder.tensor is tensor, hasattr(holder, "unbound")) == (1, True, False)
+    assert torch.equal(tensor, torch.ones(2))
+    del holder.number
+    snapshot.restore()
+    assert holder.number == 1
+
+
 def made_for_inference() -> torch.Tensor:
     with torch.inference_mode():
         return torch.ones(3)
