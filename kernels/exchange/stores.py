@@ -66,7 +66,7 @@ def count_stored(
 
     counts: int32 [WORLD], zeros. stored: how many parts. ANNOUNCED: see `may_store`.
     """
-    if count_up(counts_ptr + peer, "acq_rel", SYSTEM, stored) + stored == parts:
+    if count_up(counts_ptr + peer, "acq_rel", SYSTEM, stored) == parts - stored:
         tl.store(counts_ptr + peer, 0)
         tell_of_rows(peer, rows, table_ptr, peers, WORLD, ANNOUNCED)
 
