@@ -21,6 +21,9 @@ from ..launches.settled import compiled_for
 from .operator import Operator
 
 BLOCK = 2048  # elements of a program
+DTYPES = {torch.float16, torch.bfloat16, torch.float32}
+if INTERPRETED:
+    DTYPES.remove(torch.bfloat16)  # whose arithmetic is wrong there
 
 
 @triton.jit
@@ -60,11 +63,9 @@ def silu_times(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _can_take(gate: Tensor, up: Tensor) -> bool:
-    """Return whether both lie alike, without gaps, where kernels reach them and compute in their type."""
-    if INTERPRETED and gate.dtype == torch.bfloat16:  # whose arithmetic is wrong there
-        return False
+    """Return whether both lie alike, without gaps, where kernels reach them, in one of DTYPES."""
     lie_alike = gate.shape == up.shape and gate.stride() == up.stride() and gate.dtype == up.dtype
-    if not lie_alike or not (gate.is_cuda or INTERPRETED):
+    if not lie_alike or gate.dtype not in DTYPES or not (gate.is_cuda or INTERPRETED):
         return False
     return gate.is_contiguous() or torch.empty_like(gate).stride() == gate.stride()
 

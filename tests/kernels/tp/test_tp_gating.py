@@ -37,6 +37,11 @@ def test_results_and_gradients_are_torch_s(make, dtype):
     check(make, "cpu", dtype)
 
 
+def test_types_that_no_kernel_computes_in_are_torch_s():
+    gate, up = torch.randn(2, 3, 8, dtype=torch.float64)
+    assert torch.equal(gating.silu_times(gate, up), silu(gate) * up)
+
+
 def test_a_launch_is_prepared_for_each_alignment_of_each_operand(monkeypatch):
     kinds = []
     recorder = SimpleNamespace(launch=lambda kind, *_: kinds.append(kind))
