@@ -345,10 +345,8 @@ class Calls:
             return
         self._keep_report(session)
         self._wants_session = session.wants_another
-        if session.in_place:
-            self._settled.stop(session.left, session.in_place)
-        elif not session.function.tunes:
-            self._settled.leave_untuned(session.state)
+        if session.left_because:
+            self._settled.leave_untuned(session.left, session.left_because, stops=bool(session.in_place))
         if session.retunes:
             self._wants_session, self._is_retuning, self._is_to_retune = True, True, False
             return

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from ..errors import NoValidConfig, TuningError
 from ..launch.fast_path import CallUnderWay
-from ..launch.rank_context import RankContext
 from ..logs.progress import Progress
 from ..logs.records import Merged, Note
 from ..logs.writer import SessionLog
@@ -51,7 +50,6 @@ class Session(SessionExchanges):
         self.asks_to_retune = self.retunes = False  # this rank, with its next report; all ranks, by order
         self._is_checked = False  # its first two runs left the same values: see `InPlaceCheck`
         self.in_place = ""  # what a further run changes though nobody declared it: nothing more is tried
-        self.left: tuple[RankContext, ...] = ()  # the keys that stay untuned then
 
     @property
     def wants_another(self) -> bool:
@@ -159,8 +157,8 @@ class Session(SessionExchanges):
         if not found:
             self._is_checked = True
             return
-        self.in_place = f"a further run changes {found}"
-        self.left = self.state.registry.untuned()
+        self.in_place = found
+        self.leave_untuned(f"a further run changes {found}")
         text = diagnosis.changed_in_place(self.function.name, found, has_run=has_run)
         self._drop(TuningError(text), outcome="changes in place")
         warnings.warn(text, stacklevel=2)
@@ -273,6 +271,8 @@ class Session(SessionExchanges):
         self._ended = time.monotonic()
         self._stage = SessionStage.CLOSED if error is None else SessionStage.FAILED
         state, orders = self.state, self.state.orders
+        if not self.function.tunes:
+            self.leave_untuned(f"DIST_AUTOTUNE_MODE={self.function.mode}")
         state.known.close()
         self._run.close()
         self.function.group.leave()

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 from ..errors import FlowFailed, NoValidConfig, PeerFailed, PutAside, RankMismatch, TuningError
 from ..formatting import described
+from ..launch.rank_context import RankContext
 from ..logs.records import Note
 from ..search.messages import Message, Opening, RunReport
 from ..search.orders import Order, read_order
@@ -64,6 +65,7 @@ class SessionExchanges(abc.ABC):
         self._interrupted_by = ""  # the failure of the run that left it INTERRUPTED
         self._until_peers = 0  # so many calls until they come to the exchange that the failure has ended
         self._longest_run_s, self._asides = 0.0, 0  # in a row, as peers made no call
+        self.left, self.left_because = tuple[RankContext, ...](), ""  # the keys that stay untuned behind it
         self._may_resume = not state.orders.verifies  # another call has other inputs, and other bits
 
     @abc.abstractmethod
@@ -141,7 +143,13 @@ class SessionExchanges(abc.ABC):
         if goes_on and self._may_resume:
             self._leave(error)
         else:
+            if self.has_given_up:
+                self.leave_untuned(f"{error}, {MOST_ASIDES} times in a row")
             self._drop(error)
+
+    def leave_untuned(self, reason: str) -> None:
+        """Leave the keys without a result untuned behind the session."""
+        self.left, self.left_because = self.state.registry.untuned(), reason
 
     @contextlib.contextmanager
     def _reporting_failures(self) -> Iterator[None]:

@@ -49,14 +49,16 @@ class SettledCalls:
         left = [(context, reason) for context, reason in self._untuned.values() if context.tuned is None]
         return tuple((each.identity.source.short_name, each.identity.key, reason) for each, reason in left)
 
-    def stop(self, left: Iterable[RankContext], reason: str) -> None:
-        """Leave these keys and all new ones untuned until a session is opened: `retune()` does."""
-        self._stopped = reason
-        self._leave_untuned(left, reason)
+    def leave_untuned(self, left: Iterable[RankContext], reason: str, *, stops: bool = False) -> None:
+        """Keep why keys stay untuned, and log it once each.
 
-    def leave_untuned(self, state: FunctionState) -> None:
-        """Keep as untuned what a session without trials has launched without a result."""
-        self._leave_untuned(state.registry.untuned(), _why(state))
+        stops: all new ones stay so, too, until a session is opened: `retune()` does.
+        """
+        self._stopped = reason if stops else self._stopped
+        for context in sorted(left, key=lambda each: each.title):
+            if context.name not in self._untuned and context.tuned is None:
+                self._note(f"{context.title} is new to {self._name} and keeps its config: {reason}")
+            self._untuned[context.name] = context, reason
 
     def begin_session(self) -> None:
         """Ask anew: a session is opened."""
@@ -111,7 +113,7 @@ class SettledCalls:
         if asks_nobody:
             return False
         if self._stopped or not may_tune:
-            self._leave_untuned(new, self._stopped or _why(state))
+            self.leave_untuned(new, self._stopped or _why(state))
             return False
         if count is None:
             return state.function.is_alone and bool(due)
@@ -123,7 +125,7 @@ class SettledCalls:
         self._unanswered = self._unanswered + 1 if answer.is_late else 0
         self._asked.update(context.name for context in asking)
         if not answer.opens:
-            self._leave_untuned(asking, answer.reason)
+            self.leave_untuned(asking, answer.reason)
             titles = ", ".join(sorted(context.title for context in asking))
             self._tell(state, count, f"{titles} keeps its config: {answer.reason}", answer)
         return answer.opens
@@ -157,13 +159,6 @@ class SettledCalls:
         """Return whether new keys of a call may open a session."""
         function = state.function
         return function.tunes and (function.is_alone or self._options.watch) and not asks_nobody
-
-    def _leave_untuned(self, new: Iterable[RankContext], reason: str) -> None:
-        """Keep why keys stay untuned, and log it once each."""
-        for context in sorted(new, key=lambda each: each.title):
-            if context.name not in self._untuned and context.tuned is None:
-                self._note(f"{context.title} is new to {self._name} and keeps its config: {reason}")
-            self._untuned[context.name] = context, reason
 
     def _tell(self, state: FunctionState, count: CallCount, text: str, answer: Answer) -> None:
         """Say once behind a session, on stderr, which ranks have made how many calls."""

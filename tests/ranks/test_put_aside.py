@@ -55,16 +55,17 @@ def test_after_three_calls_in_a_row_the_keys_stay_untuned_until_all_meet_again()
     def program(rank):
         step, _ = tuned_step({16: 3.0, 32: 1.0, 48: 2.0, 64: 4.0}, mode="online")
         step()
-        took_s = []
+        took_s, told = [], []
         if rank == 0:
             for _ in range(8):
                 began = time.monotonic()
                 step()
                 took_s.append(time.monotonic() - began)
+                told.append(step.settled == bool(step.untuned))
         meet()
-        return sum(took_s), step.settled, [key[0] for _, key, _ in step.untuned]
+        return sum(took_s), step.settled, [key[0] for _, key, _ in step.untuned], all(told)
 
     zero, one = assert_all_ok(run_ranks(program, 2, timeout_s=4 * TIMEOUT_S))
     assert zero[0] < 8 * WAIT_S
-    assert zero[1:] == (True, [64])
-    assert one == (0, False, [])
+    assert zero[1:] == (True, [64], True)
+    assert one == (0, False, [], True)
