@@ -33,7 +33,7 @@ def check_sizes(**sizes: int) -> None:
 def check_ways(**ways: bool | None) -> None:
     """Raise ValueError unless each is True, False, or None, which leaves it to tuning."""
     for name, way in ways.items():
-        if way not in (None, True, False):
+        if not (way is None or isinstance(way, bool)):  # 0 is not False, which is told by `is`
             raise ValueError(f"{name} is {way!r}; it is True, False, or None, which tunes it")
 
 
