@@ -1,5 +1,6 @@
 """How often a function runs, what each run tries, and how a session ends, whatever the function does."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -378,3 +379,13 @@ def test_online_the_report_of_a_session_under_way_names_the_fastest_candidate_so
         tuned()
     context = only(tuned.report)
     assert (context.status, winner(context), context.ms) == ("tuning", 32, 1.0)
+
+
+def test_online_a_key_whose_first_samples_are_missing_is_tuned_all_the_same(bench):
+    missing = iter([math.nan] * 5)
+    kernel = bench.kernel({16: lambda launch: next(missing, 3.0), 32: 1.0, 64: 2.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), mode="online", n_repeat=None, n_warmup=None)
+    for _ in range(100):
+        tuned()
+    assert tuned.settled
+    assert winner(only(tuned.report)) == 32

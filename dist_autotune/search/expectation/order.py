@@ -126,7 +126,8 @@ class TrialOrder:
             return True  # a run without a trial, until it is known
         if meanwhile.told.keys() - {self._key} and len(self._texts) >= FEWEST:
             self.most = min(self.most, max(FEWEST, int(_SHARE_MEANWHILE * len(self._texts))))
-        self._gain = max(GAIN, GAIN_OF_RUN / max(meanwhile.part, GAIN_OF_RUN))
+        if self.ms:  # else nothing is known of its part
+            self._gain = max(GAIN, GAIN_OF_RUN / max(meanwhile.part, GAIN_OF_RUN))
         self._expect(meanwhile)
         if len(self.likely) >= self.most or self._is_idle():
             return False
