@@ -140,7 +140,7 @@ class Epilogue(NamedTuple):
         return layout_of(self.bias), self.activation, layout_of(self.scale_a), layout_of(self.scale_b)
 
     def key(self) -> tuple[str | bool, ...]:
-        """Return its part of the key of a choice: () where the product is the sums."""
+        """Return the epilogue's part of a tuning key; () if it changes nothing."""
         if not any(each is not None for each in self):
             return ()
         bias_dtype = None if self.bias is None else self.bias.dtype

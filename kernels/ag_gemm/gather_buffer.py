@@ -105,7 +105,7 @@ class GatherBuffer:
             own.fill_(1) if scale is None else own.copy_(scale.detach().reshape(-1))
 
     def lies_apart(self, a_shard: torch.Tensor) -> bool:
-        """Return whether a collective may read a rank's rows where they are, and write all ranks' here."""
+        """Return whether a collective can read the shard in place: dense, unscaled, not in this buffer."""
         return self._is_dense and a_shard.is_contiguous() and not self._own.holds(a_shard)
 
     def chunks(self, rows: int) -> torch.Tensor:

@@ -111,9 +111,10 @@ class NumberedCalls(Operation):
 
     @abc.abstractmethod
     def _exchange(self, plan: Any, operands: Any, way: Any, is_capturing: bool) -> Any:
-        """Write operands to where peers read them, choose, fork, give permits, launch, push, lower flags.
+        """Carry out the call and return its results.
 
-        Returns the results.
+        It writes operands to where peers read them, chooses, forks, gives permits, launches and pushes, and
+        lowers flags.
         """
 
     # ---- calls that fail

@@ -77,7 +77,7 @@ _LOST_CHUNKS, _ALL = PlainLaunches(fill_nan_in_lost_chunks), PlainLaunches(fill_
 def _filler(
     launches: PlainLaunches, programs: int, out: torch.Tensor, flags: torch.Tensor, rank: int, rows: int
 ) -> PlainLaunch:
-    """Return what enqueues a kernel for results that lie alike. A rank alone needs none.
+    """Return the launch of a kernel that fills results of one layout; on a lone rank it launches nothing.
 
     flags: the operation's. The kernel puts them back, too, in place of `Pushes.put_back`.
     """
@@ -88,10 +88,10 @@ def _filler(
 
 
 def filler_of_chunks(out: torch.Tensor, flags: torch.Tensor, rank: int, rows: int) -> PlainLaunch:
-    """Return what fills chunks of such results, of so many rows, whose ranks a call has given up."""
+    """Return the launch that fills the chunks, of so many rows, of ranks that the call has given up."""
     return _filler(_LOST_CHUNKS, flags.shape[1], out, flags, rank, rows)
 
 
 def filler_of_all(out: torch.Tensor, flags: torch.Tensor, rank: int) -> PlainLaunch:
-    """Return what fills such results with NaN if a peer is given up."""
+    """Return the launch that fills a whole result if any peer is given up."""
     return _filler(_ALL, max(1, min(PROGRAMS, out.shape[0])), out, flags, rank, out.shape[0])

@@ -66,7 +66,7 @@ def is_any_lost(peers, WORLD: tl.constexpr):
 
 @triton.jit
 def is_lost(peer, peers, WORLD: tl.constexpr):
-    """Return 1 if the peer is given up, since this call or an earlier one, alike in all threads; else 0."""
+    """Return 1 if the peer was given up in this call or an earlier one, else 0: the same in all threads."""
     after = tl.atomic_add(peers.flags_ptr + AFTER * WORLD + peer, 0, sem="relaxed", scope="gpu")
     return tl.where(after != 0, 1, 0)
 

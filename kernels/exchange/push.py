@@ -83,9 +83,10 @@ class Pushes:
     def run(self, key: Hashable, steps: Iterable[Step], *, at_once: bool) -> None:
         """Enqueue the steps on the side stream. `key` identifies them.
 
-        at_once: prepare them for a key that comes again, with one call of the driver for the signals between
-        two copies; not yet tried in a capture. To prepare a signal takes 3 to 4 us (2 busy cores,
-        2026-11-29), more than its own call of the driver, and tokens of experts may be as many only once.
+        at_once: from the second call of a key on, its steps are prepared: one call of the driver enqueues all
+        signals between two copies; not yet tried in a capture. The first call prepares nothing: a signal
+        takes 3 to 4 us to prepare (2 busy cores, 2026-11-29), more than to enqueue, and counts of tokens may
+        come once only.
         """
         prepared = self._prepared.get(key) if at_once else None
         if prepared is not None:
@@ -133,7 +134,7 @@ class Pushes:
         self.put_back()
 
     def finish_stores(self, *, has_pushed: bool) -> None:
-        """Do that behind a kernel that stores; has_pushed: this call has pushed other things."""
+        """Do what `finish` does, behind a kernel that stores; has_pushed: the side stream has pushed, too."""
         self.owes_parts = False
         if has_pushed:  # else a capture has no part of the side stream
             self.stream.join()

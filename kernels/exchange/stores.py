@@ -41,9 +41,10 @@ def memory_of(peer, table_ptr, like_ptr):
 
 @triton.jit
 def may_store(peer, KIND: tl.constexpr, ANNOUNCED: tl.constexpr, peers, WORLD: tl.constexpr):
-    """Return whether this program may store into the peer's memory, once the peer has come to the call.
+    """Return whether this program may store into the peer's memory: not if the peer is given up.
 
-    ANNOUNCED: it has, and the side stream has taken its permit. Else one that does not come is recorded.
+    Waits for the peer's permit, and gives the peer up if none comes in time. ANNOUNCED: does not wait, as the
+    peer's choices are here, which follow its permit; the side stream takes that.
     """
     if not ANNOUNCED:
         wait_for_flag(FREE, KIND, peer, peers, WORLD)
@@ -62,9 +63,10 @@ def count_stored(
     stored=1,
     ANNOUNCED: tl.constexpr = False,
 ):
-    """Count parts that this program has stored into a peer's memory; after the last one, tell of all rows.
+    """Count parts that this program has stored into a peer's memory; whoever counts the last tells the peer.
 
-    counts: int32 [WORLD], zeros. stored: how many parts. ANNOUNCED: see `may_store`.
+    counts: int32 [WORLD], zeros. stored: how many parts this program has stored, of `parts` of all programs.
+    ANNOUNCED: see `may_store`.
     """
     if count_up(counts_ptr + peer, "acq_rel", SYSTEM, stored) == parts - stored:
         tl.store(counts_ptr + peer, 0)
@@ -73,14 +75,15 @@ def count_stored(
 
 @triton.jit
 def tell_of_rows(peer, rows, table_ptr, peers, WORLD: tl.constexpr, ANNOUNCED: tl.constexpr):
-    """Tell a peer that all rows are in its memory. One that is given up is told nothing: some may not be.
+    """Raise the peer's ARRIVED, as all rows are in its memory; nothing is raised for a peer that is given up.
 
-    Whoever stores less than all has seen it given up, counts behind that, and AFTER stays as it is.
+    A program that left out rows had read that in AFTER[peer] before it counted. AFTER is never lowered, and
+    the last one to count acquires all counts: so it reads the same.
     """
     if is_lost(peer, peers, WORLD) == 0:
         permit = 1
         if not ANNOUNCED:
-            # Not what says that the peer is given up: another program may set that now, and end.
+            # Lowers a permit alone, not the mark of a peer that another program is giving up.
             permit = tl.atomic_cas(peers.flags_ptr + FREE * WORLD + peer, 1, 0, sem="relaxed", scope=SYSTEM)
             if permit == 1:
                 sent_ptr = _flag_there(ROWS_SENT, peer, table_ptr, peers, WORLD)

@@ -49,7 +49,7 @@ def copies_pay(m: int, n: int, k: int) -> bool:
 
 
 def copy_of(source: torch.Tensor, target: torch.Tensor) -> PlainLaunch:
-    """Return what copies a matrix to another, for all that lie as these do: of one type, with any strides.
+    """Return the launch that copies a matrix to another, for all of these layouts: one type, any strides.
 
     A thread moves the largest power of two, up to 16 bytes, that divides addresses, pitches and row lengths.
     """

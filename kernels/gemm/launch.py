@@ -77,14 +77,14 @@ class LaunchPlan:
         self.tuned((a.address, b.address, b.address, c.address), vectors, ())
 
     def copy(self, name: str, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy a matrix; those of a name lie alike in all calls."""
+        """Copy a matrix to another; all copies of one name are of one layout."""
         copy = self.copies.get(name)
         if copy is None:
             copy = self.copies[name] = copy_of(source, target)
         copy(source, target)
 
     def padded(self, name: str, tensor: torch.Tensor) -> tuple[Matrix, torch.Tensor]:
-        """Return A or B, copied, as TMA reads it, and its memory; keep that until the kernel is launched."""
+        """Return a copy of A or B that TMA can address, and its memory; keep that until the launch."""
         transposed = self.constants[f"TRANS_{name}"]
         source = tensor.mT if transposed else tensor
         room = room_for(source.shape[0], source.shape[1], source.dtype, source.device)

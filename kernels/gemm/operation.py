@@ -140,7 +140,7 @@ def _plan(
     scheduler: str,
     programs: int | None,
 ) -> tuple[Run, Apart]:
-    """Check the arguments; return how calls of tensors that lie alike are made, and what they may overlap."""
+    """Check the arguments; return what runs calls of these layouts, and the check that `out` lies apart."""
     check_operands(a, b)
     (rows, k), columns, (bias, activation, scale_a, scale_b) = a.shape, b.shape[1], epilogue
     epilogue.check(columns, a.device)
@@ -190,7 +190,7 @@ def _write_sums_of_nothing(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, 
 def _plan_plain(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, activation: str | None, scheduler: str, programs: int
 ) -> Run:
-    """Return the launches of the body in plain Triton, for tensors that lie as these."""
+    """Return what launches the body in plain Triton for tensors of these layouts."""
     rows, columns = a.shape[0], b.shape[1]
     if scheduler == "auto":
         scheduler = "chiplet" if torch.version.hip else "grouped"

@@ -68,7 +68,8 @@ class PreparedLaunch:
     def at(self, addresses: Sequence[int], middle: Sequence[float | None]) -> None:
         """Launch with matrices at these addresses, and with the arguments between them and the last ones.
 
-        Tensors are given by their addresses: of a tensor the launcher asks the driver whether it is reached.
+        Tensors are given by their addresses: a launcher that is given a tensor asks the driver for its device
+        pointer.
         """
         bare = self._bare
         if bare is None or _are_watched():
@@ -122,7 +123,7 @@ class PlainLaunches:
         *,
         only_load: bool = False,
     ) -> PreparedLaunch | None:
-        """Launch it, or load it; return how it is launched again, once that is known.
+        """Launch the kernel, or only load it; return the kind's prepared launch, None until there is one.
 
         kind: all that the compiled kernel and its grid depend on. The arguments are in the order of its
         parameters, which end with constants.
@@ -145,7 +146,7 @@ class PlainLaunches:
 
 
 class PlainLaunch:
-    """The launches of one kind, see `PlainLaunches`, with tensors that lie alike; it keeps none but `held`.
+    """Launches of one kind (see `PlainLaunches`) with tensors of one layout; keeps no tensors but `held`.
 
     held: tensors behind those of each launch. programs: 0 launches nothing.
     """

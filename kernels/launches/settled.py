@@ -177,9 +177,9 @@ class TunedLaunch:
 
 
 class UnplannedLaunches:
-    """The launches of tuned kernels in calls that plan nothing: alike ones share what they need.
+    """Launches of tuned kernels in calls without a plan: equal ones share a `TunedLaunch`.
 
-    They are alike with equal numbers and constants, and with tensors of equal types and alignments.
+    Equal are kernel, device, numbers, constants, and types and alignments of tensors.
     """
 
     def __init__(self) -> None:
@@ -202,5 +202,5 @@ class UnplannedLaunches:
 
 
 def compiled_for(tensors: tuple[torch.Tensor, ...]) -> list[Hashable]:
-    """Return what a compiled kernel depends on of its tensors: their types and alignments."""
+    """Return types and alignments of tensors, for which Triton compiles a kernel anew."""
     return [each for tensor in tensors for each in (tensor.dtype, tensor.data_ptr() % 16 == 0)]

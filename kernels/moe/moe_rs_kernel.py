@@ -5,8 +5,9 @@ combined. Tiles are counted at their stage. A program that combines waits for th
 peer's stage sets DONE, and the side stream pushes behind it.
 
 STORES: sums for a peer are stored into that peer's memory. A program counts its blocks of a stage together,
-as each count waits for the stores before it. Who counts the last one tells the peer. Such a launch has the
-whole list: see [Note: sums leave by stores]. It has not run between GPUs (docs/not-yet-run.md).
+as each count waits for the stores before it. The one that counts the last block raises the peer's ARRIVED.
+Such a launch has the whole list: see [Note: sums leave by stores]. It has not run between GPUs
+(docs/not-yet-run.md).
 
 Measured (one H200, 2026-11-24, four shapes): sorted rows come 3 to 11 % faster by TMA than by pointers. Two
 H200, 2026-11-26, 8192 x 4096 x 14336: one round of tiles ahead of the combining takes 1.559 ms; rejected: all
@@ -185,7 +186,7 @@ def moe_reduce_scatter(
     )
     peers = Peers(flags_ptr, errors_ptr, rank, patience_ticks)
     item = claim_number(claims_ptr)
-    ANNOUNCED: tl.constexpr = not SORTED  # the choices, behind a permit
+    ANNOUNCED: tl.constexpr = not SORTED  # choices came, behind permits
     if (item == 0) & items.is_whole:  # one program, which runs: the first that came
         if STORES and not ANNOUNCED:
             let_peers_write(table_ptr, peers, WORLD)
@@ -347,7 +348,7 @@ def _combine_stage(
 
 @triton.jit
 def _combine_block(rows, cols, tokens, offset, to_ptr, is_own, lost, sums, WORLD: tl.constexpr):
-    """Store the sums of some tokens from `to_ptr` on; those of the own, with the peers' sums, in `out`.
+    """Store the sums of some tokens at `to_ptr`; those of own tokens in `out`, with the peers' sums added.
 
     See [Note: how a sum is made]. lost: above 0 if a part of them is missing; then they are NaN.
     """

@@ -55,7 +55,7 @@ _FORWARD, _BACKWARD = (
 
 
 def silu_times(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up, rounded once; by torch where a compiler fuses it, or operands lie apart."""
+    """Return silu(gate) * up; rounded once, unless torch computes it: compiled, or of differing layouts."""
     if torch.compiler.is_compiling() or not _can_take(gate, up):
         return silu(gate) * up
     result: Tensor = _gated(gate, up)
@@ -63,7 +63,7 @@ def silu_times(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _can_take(gate: Tensor, up: Tensor) -> bool:
-    """Return whether both lie alike, without gaps, where kernels reach them, in one of DTYPES."""
+    """Return whether both are of one layout without gaps, of one of DTYPES, and on a GPU or interpreted."""
     lie_alike = gate.shape == up.shape and gate.stride() == up.stride() and gate.dtype == up.dtype
     if not lie_alike or gate.dtype not in DTYPES or not (gate.is_cuda or INTERPRETED):
         return False
