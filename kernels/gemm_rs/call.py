@@ -50,7 +50,7 @@ class ScatterLayout(NamedTuple):
     rows: tuple[int, ...]  # of each rank
     shape: tuple[int, int]  # of the result
     body: Body
-    others: dict[str, Body]  # by `operation.STORES` or PLAIN, if calls may take them
+    storing: dict[str, Body]  # by `operation.STORES`: that store to the peers, if calls may take them
     launches: Standing[str]  # of a call, see `operation.LAUNCHES`
     apart: Apart  # of the result and all operands
     fill_nan: PlainLaunch  # of the result

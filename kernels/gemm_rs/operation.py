@@ -59,9 +59,8 @@ from .plain import PlainBody
 # the last wave of each counts for more: on four, 336 tiles take three waves of 132, and four launches twelve
 # where 10.2 would do.
 IN_STEPS, ONE_LAUNCH = LAUNCHES = ("each chunk", "one")
-# Beside them. Neither the specialised kernel in fp8 nor stores have run between GPUs: so the plain kernel is
-# a choice in fp8, and stores are one on request.
-PLAIN = "plain"
+# Beside them, on request: not run between GPUs. In fp8 the specialised kernel multiplies for these alone:
+# sums that it left to pushes were wrong on H200 (docs/benchmarks/gemm_rs_fp8_kernels_1xH200_2026-11-29.md).
 STORES = ("specialized that stores", "plain that stores")
 
 
@@ -94,7 +93,7 @@ class GemmReduceScatter(NumberedCalls):
 
     With dtype float8_e4m3fn rows of a and of the weight have float32 scales, the arguments `scale_a` and
     `scale_weight` of a call. Parts travel, and results are, in bf16. K is then a multiple of 16, the weight's
-    rows are contiguous. Whether the warp-specialised kernel multiplies or the plain one is tuned.
+    rows are contiguous, and the plain kernel multiplies, save by stores.
 
     Each rank holds 2 * (W - 1) * m / W * n elements beside its operands, half of them of symmetric memory.
     """
@@ -235,24 +234,24 @@ class GemmReduceScatter(NumberedCalls):
             out = a.new_empty(shape, dtype=self._out_dtype)
         operands = ScatterOperands(a, weight, out, addend, scale_a, scale_weight)
         body = self._make_body(operands)
-        bodies = self._make_others(operands, body)
+        storing = self._make_storing(operands) if self._may_store else {}
         others = {"addend": addend, "scale_a": scale_a, "scale_weight": scale_weight}
         rows, apart = (shape[0],) * self.world_size, Apart(out, a=a, weight=weight, **others)
         fill_nan = filler_of_all(out, self._flags.local, self.rank)
         key = (class_of_rows(all_rows), self.world_size, self._n, a.shape[1], str(self._dtype))
-        launches = Standing(functools.partial(self._choose_launches, body, tuple(bodies), key))
-        return ScatterLayout(all_rows, key[0], rows, shape, body, bodies, launches, apart, fill_nan)
+        launches = Standing(functools.partial(self._choose_launches, body, tuple(storing), key))
+        return ScatterLayout(all_rows, key[0], rows, shape, body, storing, launches, apart, fill_nan)
 
-    def _choose_launches(self, body: Body, others: tuple[str, ...], key: tuple[Any, ...]) -> str:
+    def _choose_launches(self, body: Body, storing: tuple[str, ...], key: tuple[Any, ...]) -> str:
         ways: tuple[str, ...] = LAUNCHES if self.world_size > 2 else LAUNCHES[:1]
         if not body.in_steps:
             ways = (ONE_LAUNCH,)
-        if others:
-            ways = others if self._by_stores else (*ways, *others)
+        if storing:
+            ways = storing if self._by_stores else (*ways, *storing)
         return ways[0] if len(ways) == 1 else tunable("gemm_rs launches", ways, key=key)
 
     def _make_body(self, operands: ScatterOperands) -> Body:
-        if specialized.can_run(operands, self._held):
+        if self._dtype != FP8 and specialized.can_run(operands, self._held):
             return specialized.SpecializedBody(operands, self._held)
         return self._make_plain(operands)
 
@@ -260,16 +259,11 @@ class GemmReduceScatter(NumberedCalls):
         of_device = {"has_tma": self._has_tma, "upcasts": self._upcasts}
         return PlainBody(operands, self._held, stores=stores, **of_device)
 
-    def _make_others(self, operands: ScatterOperands, body: Body) -> dict[str, Body]:
+    def _make_storing(self, operands: ScatterOperands) -> dict[str, Body]:
         found: dict[str, Body] = {}
-        is_specialized = isinstance(body, specialized.SpecializedBody)
-        if is_specialized and self._dtype == FP8 and not self._by_stores:
-            found[PLAIN] = self._make_plain(operands)
-        if is_specialized and self._may_store:
+        if specialized.can_run(operands, self._held):
             found[STORES[0]] = specialized.SpecializedBody(operands, self._held, stores=True)
-        if self._may_store:
-            found[STORES[1]] = self._make_plain(operands, stores=True)
-        return found
+        return found | {STORES[1]: self._make_plain(operands, stores=True)}
 
     def _agree(self, layout: ScatterLayout, is_capturing: bool) -> int:
         size_class = layout.size_class
@@ -289,7 +283,7 @@ class GemmReduceScatter(NumberedCalls):
             self._run_collective(operands)
             return operands.out
         launches = layout.launches()
-        body = layout.others.get(launches, layout.body)
+        body = layout.storing.get(launches, layout.body)
         writes_nan = isinstance(body, PlainBody)  # itself, where a peer is lost
         if launches in STORES:
             self._launch(body, operands)

@@ -17,7 +17,7 @@ from operations import HALF, factors, tuned_with_other_row_counts
 
 from dist_autotune.kernels.gemm.pruning import prune_chunks
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter, operation, specialized
-from dist_autotune.kernels.gemm_rs.operation import IN_STEPS, LAUNCHES, PLAIN, STORES
+from dist_autotune.kernels.gemm_rs.operation import LAUNCHES, ONE_LAUNCH, STORES
 from dist_autotune.kernels.gemm_rs.plain import CANDIDATES, PlainBody
 
 
@@ -138,14 +138,12 @@ def test_each_rank_scales_its_product_before_it_is_rounded_and_sent(rank):
 class StandIn(PlainBody):
     """The kernel in plain Triton, where the specialised one would be."""
 
-    in_steps = True
-
     def __init__(self, operands, held, *, stores=False):
         super().__init__(operands, held, has_tma=False, upcasts=True, stores=stores)
 
 
 @on_ranks(2)
-def test_beside_the_specialised_kernel_the_plain_one_is_a_choice_and_ranks_may_differ(rank):
+def test_the_specialised_kernel_multiplies_in_fp8_by_stores_alone_and_ranks_may_differ(rank):
     errors, offered = [], []
 
     def choose(name, ways, key):
@@ -160,7 +158,7 @@ def test_beside_the_specialised_kernel_the_plain_one_is_a_choice_and_ranks_may_d
                 for _ in range(4):
                     op._layouts.clear()
                     errors.append(compared(op, 74, 32))
-    assert list(dict.fromkeys(offered)) == [(IN_STEPS, PLAIN), (IN_STEPS, PLAIN, *STORES), STORES]
+    assert list(dict.fromkeys(offered)) == [(ONE_LAUNCH, *STORES), STORES]
     return errors
 
 
@@ -183,24 +181,18 @@ def test_every_candidate_multiplies_fp8_on_gpus(rank, backend):
     }
 
 
-def calls_of_specialized_kernel(rank: int, index: int, by_stores: bool) -> list[float]:
-    """Call with ragged rows and columns, in one launch and in steps, by one of the candidates or the next."""
+def calls_of_specialized_kernel(rank: int, index: int) -> list[float]:
+    """Call with ragged rows and columns, by one of the candidates; the peer takes the next."""
     m, n, k = 666, 520, 272 + 16 * rank
     args = {"M": m, "N": n, "K": k, "WORLD": 2, "TENSOR_MEMORY": False, "TRANS_B": True}
     usable = prune_chunks(specialized.CANDIDATES, args)
     specialized.tuned.configs, specialized.tuned.cache = [usable[(index + rank) % len(usable)]], {}
-    with GemmReduceScatter(m + 6, n, FP8, timeout_s=60.0, by_stores=by_stores) as op:
+    with GemmReduceScatter(m + 6, n, FP8, timeout_s=60.0, by_stores=True) as op:
         SCATTERING_SUMS.poison(op)
-        return [compared(op, m, k), compared(op, m, k, by_rows=False, in_steps=True)]
+        return [compared(op, m, k), compared(op, m, k, by_rows=False)]
 
 
 @pytest.mark.gpu(devices=2, seconds=60)
 @on_ranks(2, timeout_s=240)
 def test_the_specialised_kernel_multiplies_fp8_on_gpus(rank):
-    return {
-        f"candidate {index}{', stores' * stores}": lambda index=index, stores=stores: (
-            calls_of_specialized_kernel(rank, index, stores)
-        )
-        for index in (0, 3, 6, 9)
-        for stores in (False, True)
-    }
+    return {f"candidate {i}": lambda i=i: calls_of_specialized_kernel(rank, i) for i in (0, 3, 6, 9)}
