@@ -29,6 +29,25 @@ def test_a_tunable_is_chosen_by_the_time_of_the_run_after_the_kernels(bench):
     assert tuned() == 2
 
 
+def test_a_choice_under_one_option_is_tuned_though_the_kernels_of_another_take_many_runs(bench):
+    slow = bench.kernel({2**power: 5.0 for power in range(4, 10)})  # tuned while the other option waits
+
+    def thunk():
+        if tunable("way", ["direct", "by kernel"]) == "by kernel":
+            launch(slow, numbers())
+            return bench.spend(5.0)
+        return bench.spend({1: 3.0, 2: 1.0}[tunable("pieces", [1, 2])])
+
+    tuned = bench.tune(thunk)
+    tuned()
+    found = {context.kernel: (context.config, context.status) for context in tuned.report.contexts}
+    assert (found["way"], found["pieces"]) == (("direct", "tuned"), (2, "tuned"))
+    runs = tuned.report.runs
+    tuned()
+    assert tuned.settled
+    assert tuned.report.runs == runs
+
+
 def test_a_tunable_outside_a_tuned_function_is_the_settled_choice_or_the_first_option(bench):
     options = ["copy engine", "kernel"]
     assert tunable("transport", options, key=(64,)) == "copy engine"

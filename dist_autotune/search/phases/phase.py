@@ -197,7 +197,10 @@ class TakeTurns(RunPhase):
         self._begin(self._turns(launched))
 
     def explains_absence(self, context: Context) -> bool:
-        return context.name in self._asked.plan  # others wait, as long as contexts do
+        turn = self._asked.plan
+        if context.judge == BY_RUN and any(self._contexts[name].is_choice for name in turn):
+            return True  # an option may not launch it, as long as the kernels that it brings are tuned
+        return context.name in turn  # others wait, as long as contexts do
 
     def _turns(self, of_plan: frozenset[str] | None) -> Search:
         seen: set[str] = set()  # launched in some turn
