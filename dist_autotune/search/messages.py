@@ -165,7 +165,7 @@ class RunReport(Message, frozen=True, tag="run"):
     step_s: float = 0.0  # since the end of the run before, with the exchange behind that
     apart: int = 0  # runs since the last exchange, before this one
     apart_s: float = 0.0  # of one of them
-    exchange_s: float = 0.0  # of the last exchange
+    exchange_s: float = 0.0  # that the last exchange took between two runs
     retunes: bool = False  # this rank asks for a new session, see `retune`
 
 

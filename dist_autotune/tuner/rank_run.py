@@ -62,7 +62,7 @@ class RankRun:
         self._wanted_ms = 0.0  # the filler that the slowest rank wants
         self._compiler: Compiler | None = None  # made when there is something to compile
         self.apart = 0  # runs without a trial that come before the next exchange
-        self.exchange_s = 0.0  # of the last one behind a run
+        self._exchange_s = 0.0  # of the last one, with the report and what follows
         self._apart_s: list[float] = []  # that such runs took since then
         self._step_ended = time.monotonic()
         self._late_ms = 0.0  # by how much this rank's host was late in the last trial
@@ -92,6 +92,10 @@ class RankRun:
         """Return the seconds since the run before has ended."""
         began, self._step_ended = self._step_ended, time.monotonic()
         return self._step_ended - began
+
+    def end_exchange(self) -> None:
+        """Note what has come between the end of the run before and the next run."""
+        self._exchange_s = time.monotonic() - self._step_ended
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
@@ -167,7 +171,7 @@ class RankRun:
             step_s=self._end_step(),
             apart=len(self._apart_s),
             apart_s=statistics.median(self._apart_s or [0.0]),
-            exchange_s=self.exchange_s,
+            exchange_s=self._exchange_s,
         )
         if self.shares_clock and not function.is_alone:
             report = replace(report, **self._start.stamp())

@@ -108,7 +108,7 @@ class SessionExchanges(abc.ABC):
             raise
         self._asides, run = 0, -1
         if isinstance(message, RunReport):
-            run, self._run.exchange_s = self.state.orders.runs, seconds
+            run = self.state.orders.runs
         self._recorder.record_exchange(run, len(sent), len(received), seconds * 1e3)
         order = read_order(received)
         if order.failure is not None:

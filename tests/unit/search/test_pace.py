@@ -2,6 +2,7 @@
 
 import random
 import statistics
+import time
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ from msgspec.structs import replace
 
 from benchmarks.simulation.protocol_simulation import Simulation
 from dist_autotune.search.phases.step_gain import StepGain
+from dist_autotune.tuner.rank_run import RankRun
 
 STEP_S = 0.1  # without the launches that are tuned
 CANDIDATES, KEYS, LAUNCHES = 36, 6, 16
@@ -148,6 +150,21 @@ def test_an_online_session_ends_with_the_step_as_it_was_and_is(bench, overhead, 
         assert "Step 8.000 -> 4.000 ms (medians of 20 interleaved steps each), pays off after" in text
     assert text.count("Tuning took ") == 1
     assert cost.steps == step.report.runs
+
+
+def test_all_that_a_rank_does_between_two_runs_is_a_cost_of_their_exchange(bench, monkeypatch):
+    genuine, applied = RankRun.apply_outcomes, []
+
+    def slow(self, run):
+        applied.append(time.sleep(0.01))
+        genuine(self, run)
+
+    monkeypatch.setattr(RankRun, "apply_outcomes", slow)
+    kernel = bench.kernel({16: 8.0, 32: 4.0, 64: 30.0})
+    step = bench.tune(lambda: launch(kernel, numbers()), mode="online", overhead=0.15)
+    while not step.settled:
+        step()
+    assert step.report.cost.exchanges_s >= 0.01 * (len(applied) - 2)  # the last one is reported no more
 
 
 def test_a_gain_inside_the_noise_is_called_none_and_others_say_when_they_pay_off():
