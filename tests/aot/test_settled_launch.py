@@ -61,12 +61,6 @@ def asked(world: World, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 # ---- what is launched
 
 
-def test_a_call_is_launched_the_short_way_as_the_long_way(world, asked):
-    caller = world.caller()
-    assert world.compared(world.launched(caller)) == world.compared(world.launched(caller))
-    assert len(asked) == 1
-
-
 def test_another_operation_launches_with_its_own_tensors_and_rank_and_shares_what_is_tuned(world):
     world.caller().call()
     caller = world.caller(rank=0)

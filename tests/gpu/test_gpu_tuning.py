@@ -2,9 +2,7 @@
 
 import json
 import math
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +22,6 @@ pytestmark = pytest.mark.gpu
 TIMES = pytest.mark.gpu(alone=True)  # which are compared
 
 SIZE = 1 << 24
-SETTLES_S = 60.0  # for a session of an online function, with all that it compiles
 
 
 def tuned(fn: Callable[..., Any], **options: Any) -> ContextualAutotuner[..., Any]:
@@ -97,34 +94,6 @@ def test_events_are_recorded_on_the_stream_of_the_launch() -> None:
     assert torch.equal(thunk(), 2 * x)
     report = thunk.report
     assert all(ms < 5 for ms in report.contexts[0].timings.values())
-
-
-def test_online_candidates_are_compiled_beside_a_cuda_context_while_every_step_is_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A child that touched the GPU would fail, and its config would be banned."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    kernel, x, launched = make_scale(), torch.randn(SIZE, device="cuda"), []
-
-    def step() -> torch.Tensor:
-        y = scaled(kernel, x)
-        launched.append(kernel.best_config.kwargs["BLOCK"])
-        return y
-
-    function = tuned(step, mode="online", log_dir=str(tmp_path))
-    for _ in range(3):
-        function()
-    assert set(launched) == {BLOCKS[0]}  # the others take longer to compile than three steps
-    deadline = time.monotonic() + SETTLES_S
-    while not function.settled and time.monotonic() < deadline:
-        assert torch.equal(function(), 2 * x)
-    report = function.report
-    assert report.contexts[0].status == "tuned"
-    assert report.contexts[0].banned == {}
-    assert set(launched) == set(BLOCKS)
-    records = map(json.loads, (tmp_path / "rank-0.jsonl").read_text().splitlines())
-    (compiled,) = [record for record in records if record["event"] == "preflighted"]
-    assert (compiled["compiled"], compiled["remark"]) == (2, "")
 
 
 # ---- whose time a sample is

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from dense_runs import SCATTERING_SUMS
 from every_operation import WITH_COLLECTIVES, each
 from expert_runs import SCATTERING, STORING_CHOSEN
-from operation_runs import GPU_BACKENDS, device, message_of, on_ranks
+from operation_runs import GPU_BACKENDS, message_of, on_ranks
 from operations import HALF, Runs, replays_among_eager_calls
 from triton.runtime import interpreter
 
@@ -177,56 +177,6 @@ def test_a_peer_that_does_not_permit_a_captured_push_is_named_and_later_replays_
 
 
 # ---- on GPUs
-
-REPEATS, REDUCTIONS, CALLS = 6, 100, 8
-
-
-@EACH
-@pytest.mark.gpu(devices=2, seconds=25)
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
-@on_ranks(2, timeout_s=240)
-def test_calls_end_beside_all_reduces_that_never_pause(rank, runs, captured):
-    """Call while another communicator's all-reduces follow each other on another stream without a pause.
-
-    By turns one rank enqueues its all-reduces first and the other its calls: the first all-reduce holds SMs
-    of one GPU until the calls of the other leave it some.
-    """
-    runs.begin(rank, 0)
-    op, tokens = runs.open(2048, 4096, timeout_s=PATIENCE_S), [2048, 1900]
-    torch.set_deterministic_debug_mode("default")
-    given = runs.operands(op, tokens, 1024)
-    out = runs.new_out(op, tokens, given)
-    beside, stream = dist.new_group([0, 1], backend="nccl"), torch.cuda.Stream()
-    field = torch.ones(1 << 22, device=device())
-    dist.all_reduce(field, group=beside)
-    runs.call(op, given, out, tokens)  # loads the kernels
-    graph = torch.cuda.CUDAGraph()
-    if captured:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            runs.call(op, given, out, tokens)
-
-    def reduce() -> None:
-        with torch.cuda.stream(stream):
-            for _ in range(REDUCTIONS):
-                dist.all_reduce(field, group=beside)
-
-    def call() -> None:
-        for _ in range(CALLS):
-            if captured:
-                graph.replay()
-            else:
-                runs.call(op, given, out, tokens)
-
-    errors = []
-    for repeat in range(REPEATS):
-        torch.cuda.synchronize()
-        dist.barrier()
-        for enqueue in (reduce, call) if repeat % 2 == rank else (call, reduce):
-            enqueue()
-        op.check()  # a PeerTimeout where the calls have not ended within their patience
-        errors.append(runs.error_ratio(out, *given))
-    op.close()
-    return errors
 
 
 @pytest.fixture

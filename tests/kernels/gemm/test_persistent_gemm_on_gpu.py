@@ -21,8 +21,8 @@ from gemm_runs import (
 )
 from gpu_cases import covering
 
-from dist_autotune.kernels.gemm import copies, operation
 from dist_autotune.kernels.gemm import launch as launching
+from dist_autotune.kernels.gemm import operation
 from dist_autotune.kernels.gemm.pruning import is_wanted
 from dist_autotune.kernels.persistent_gemm import VARIANTS, persistent_matmul
 
@@ -36,15 +36,12 @@ def each_candidate(variant: str, out_dtype: torch.dtype) -> list[Any]:
 
 @pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that leaves the Gluon body one candidate; a call that falls back then fails.
+    """Return a function that leaves the Gluon body one candidate; a call that falls back then fails."""
 
-    Copied is what must be, or what the given plan says.
-    """
-
-    def choose(config: Any, plan: Callable[..., Any] = always_copied) -> None:
+    def choose(config: Any) -> None:
         monkeypatch.setattr(launching.tuned_gemm, "configs", [config])
         monkeypatch.setattr(operation, "_plan_plain", lambda *_: pytest.fail("the plain body was used"))
-        monkeypatch.setattr(launching, "copies_pay", plan)
+        monkeypatch.setattr(launching, "copies_pay", always_copied)
         monkeypatch.setattr(operation, "_PLANS", {})  # it is asked for tensors in known places, too
 
     return choose
@@ -152,43 +149,3 @@ def test_what_tma_cannot_address_goes_through_scratch_memory_on_a_gpu(variant, l
         for _ in range(2):
             check(*shape, dtype, layouts=layouts, out_dtype=out_dtype, variant=variant)
     assert poisoned_rooms
-
-
-@on_hopper
-def test_strides_of_all_kinds_go_through_scratch_memory_on_a_gpu(only, poisoned_rooms):
-    only(each_candidate("warp_specialized", torch.float16)[0])
-    a, b = matrix(700, 666, torch.float16)[::2, ::3], matrix(444, 900, torch.float16)[::2, 1::2]
-    surroundings = poisoned(401, 503, torch.float16)
-    inside = surroundings[1:351, 2:452]
-    for out in (poisoned(350, 450, torch.float16), poisoned(700, 1350, torch.float16)[::2, ::3], inside):
-        persistent_matmul(a, b, out)
-        assert error_ratio(out, a, b.T) < 1
-    inside.fill_(math.nan)
-    assert surroundings.isnan().all()  # nothing beside the result was written
-    row = matrix(1, 222, torch.float16).expand(350, 222)
-    assert error_ratio(persistent_matmul(row, b), row, b.T) < 1
-    assert len(poisoned_rooms) == 3 * 3 + 3
-
-
-BY_ITSELF = {  # how many rooms a call makes
-    "rows between lines of cache": ((520, 8200, 8200), 0),
-    "whole lines of cache": ((4096, 4096, 4096), 0),
-    "odd sizes": ((4001, 2003, 999), 3),
-}
-
-
-@on_hopper
-@pytest.mark.parametrize(("shape", "number"), BY_ITSELF.values(), ids=BY_ITSELF)
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_by_itself_a_call_copies_what_should_be_on_a_gpu(shape, number, dtype, only, poisoned_rooms):
-    only(each_candidate("warp_specialized", torch.float32)[0], copies.copies_pay)
-    for out_dtype in (dtype, torch.float32):
-        poisoned_rooms.clear()
-        check(*shape, dtype, layouts=("row", "column"), out_dtype=out_dtype)
-        assert len(poisoned_rooms) == number
-
-
-@on_hopper
-def test_a_small_product_of_odd_sizes_is_left_to_the_plain_body_on_a_gpu(poisoned_rooms):
-    check(1021, 1021, 1021, torch.bfloat16)
-    assert poisoned_rooms == []

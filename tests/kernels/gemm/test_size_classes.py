@@ -57,12 +57,3 @@ def test_overlapped_operations_are_tuned_for_classes_of_rows(kind, monkeypatch):
             a = matrix(rows, 40, torch.float16)
             assert error_ratio(op(a, weight), a, weight) < 1
     assert {key[0] for key in kernel.cache} == {160, 192}
-
-
-@pytest.mark.gpu
-def test_every_number_of_rows_of_a_class_is_right_with_the_config_of_the_first_on_a_gpu():
-    b = matrix(520, 1000, torch.float16)
-    for numbers in ((1030, *range(1025, 1281, 15)), (17, *range(17, 33))):  # the first one is tuned
-        for rows in numbers:
-            a = matrix(rows, 520, torch.float16)
-            assert error_ratio(persistent_matmul(a, b), a, b.T) < 1, rows

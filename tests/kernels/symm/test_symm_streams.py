@@ -7,7 +7,6 @@ import weakref
 
 import pytest
 import torch
-from operation_runs import on_ranks
 from pretended_cuda import HIGHEST, NON_BLOCKING, PretendedDriver, PretendedMemory, install
 
 from dist_autotune.kernels.exchange import operation
@@ -17,7 +16,6 @@ from dist_autotune.kernels.symm import (
     SymmetricTensor,
     cuda,
     nvshmem,
-    open_symmetric_memory,
 )
 from dist_autotune.kernels.symm.ranks import SharingRanks
 
@@ -56,43 +54,6 @@ def test_side_streams_are_made_for_the_memory_and_destroyed_with_it(driver):
     memory.close()
     memory.close()
     assert sorted(driver.destroyed) == sorted(handles)
-
-
-# ---- on GPUs
-
-
-@pytest.mark.gpu
-@on_ranks(1)
-def test_side_streams_are_none_that_torch_hands_out(rank):
-    pooled = {
-        torch.cuda.Stream(priority=priority).cuda_stream for priority in (0, -1, -2, -3) for _ in range(40)
-    }
-    with open_symmetric_memory(backend="torch") as memory:
-        tensor = memory.allocate((4,), torch.int32)
-        streams = [memory.side_stream() for _ in range(3)]
-        handles = {stream.handle for stream in streams}
-        assert len(handles) == 3
-        assert not handles & pooled
-        source = torch.arange(4, dtype=torch.int32, device=tensor.local.device)
-        streams[0].fork()
-        memory.copy(tensor.local, source, streams[0])
-        streams[0].join()
-        assert tensor.local.tolist() == [0, 1, 2, 3]
-
-
-@pytest.mark.gpu
-@on_ranks(1)
-def test_pinned_words_of_an_abandoned_operation_are_not_handed_out_again(rank):
-    """Neither are they while a kernel may run."""
-    op = GemmReduceScatter(64, 64, torch.float16)
-    address = op._errors.data_ptr()
-    torch.cuda._sleep(2_000_000_000)
-    with contextlib.suppress(KeyError), op:
-        raise KeyError("the user's own")
-    del op
-    gc.collect()
-    pinned = [torch.zeros(1, dtype=torch.int64, pin_memory=True) for _ in range(1000)]
-    assert address not in [words.data_ptr() for words in pinned]
 
 
 # ---- giving NVSHMEM's memory back ends, whatever NVSHMEM does

@@ -94,22 +94,6 @@ def test_dropped_choices_count_nowhere_in_the_gradients(rank):
         assert_close(*pair)
 
 
-QUICK_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
-
-
-@pytest.mark.usefixtures("compiler")
-@in_workspaces(2)
-def test_the_operators_over_experts_pass_torchs_own_checks(rank):
-    ops, name = torch.ops.dist_autotune, dist.group.WORLD.group_name
-    ids, factors = torch.tensor([[0, 2], [1, 0], [2, 2]]), tensor_of(rank, 3, 2)
-    of_gather = (tensor_of(rank, 3, 8), tensor_of(rank, 3, 16, 8), ids, factors.detach(), name)
-    routing = ops.all_gather_moe(*of_gather)[1]
-    of_scatter = (tensor_of(rank, 12, 16), tensor_of(rank, 3, 8, 16), routing, factors, 2, name)
-    for operator, arguments in ((ops.all_gather_moe, of_gather), (ops.moe_reduce_scatter, of_scatter)):
-        ends = torch.library.opcheck(operator.default, arguments, test_utils=QUICK_CHECKS)
-        assert set(ends.values()) == {"SUCCESS"}
-
-
 def sigmoid_route(bias):
     """Return routing by biased sigmoids, weighted without the bias; it drops some second choices."""
 
