@@ -1,11 +1,11 @@
 """Spreads the trials of an online session over its steps: which may hold trials, and what tuning has cost.
 
 What a step with a trial, or with compilers beside it, takes beyond the nearest steps without counts as spent,
-and so does each exchange. A host that is fast and slow in turns adds nothing. Each step may spend `overhead`
-of what it takes without tuning. Where more is spent, the next steps hold no trial, no compiler runs beside
-them, and most of them hold no exchange. At the beginning more may be spent, so that most of the session runs
-with a fast config; it is paid back, at the latest behind the last trial, with what the first configs took
-beyond the winners, once steps have told that.
+and so does each exchange, and what a step takes longer that is reported by it. A host that is fast and slow in
+turns adds nothing. Each step may spend `overhead` of what it takes without tuning. Where more is spent, the
+next steps hold no trial, no compiler runs beside them, and most of them hold no exchange. At the beginning more
+may be spent, so that most of the session runs with a fast config; it is paid back, at the latest behind the
+last trial, with what the first configs took beyond the winners, once steps have told that.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ...formatting import counted
 LENT_STEPS = 64  # their overhead may be spent before they are made
 KNOWN = 8  # steps without new keys, of which the shortest is one of the program's
 NEAR = 3  # the last steps without tuning, whose median is what one takes by now; at first in a row
-MOST_BUSY = 8  # steps with a trial or compilers in a row; then one tells what those without take by now
+MOST_BUSY = 8  # steps with a trial, compilers or exchanges in a row; then one tells what others take by now
 MOST_UNTOLD = 64  # steps in a row with none without tuning, of which a later one would tell nothing any more
-MARGIN = 0.9  # of the overhead is used: what a step without tuning takes is known to some per cent
+MARGIN = 0.8  # of the overhead is used: what a step without tuning takes is known to some per cent
 REFILLED = 0.75  # of what is lent: trials begin again when no more is spent
 MOST_APART = 16  # steps from one exchange to the next, at most
 WAITS_APART = 3  # the same while compilers are waited for
@@ -47,7 +47,7 @@ class Cost(Struct, frozen=True):
 
     trials_s: float = 0.0
     compiling_s: float = 0.0  # beside steps
-    exchanges_s: float = 0.0  # without waiting for slower ranks
+    exchanges_s: float = 0.0  # without waiting for slower ranks; and what steps take longer that are reported
     steps: int = 0
 
     @property
@@ -82,13 +82,17 @@ class Pace:
         self._quiet_s: list[float] = []  # the last steps without tuning
         self.saved_s = self._all_saved_s = 0.0  # of the device, by what was found so far: in a step, in all
         self._slower_s = 0.0  # what steps took with the first configs beyond the winners
-        self._busy = self._held = self._repaid = 0  # steps in a row
+        self._held = self._repaid = 0  # steps in a row
         self._shortest_s = math.inf  # of steps without new keys
         self._is_refilling = False
         self.holds = False  # the next step is to hold no trial, and no compilers run beside it
 
-    def record(self, kind: StepKind, took_s: float, exchange_s: float = 0.0, steps: int = 1) -> None:
-        """Record steps that took so long each, with the exchange before the first."""
+    def record(self, kind: StepKind, took_s: float, exchange_s: float = 0.0, steps: int = 0) -> None:
+        """Record a step with the exchange before it, or `steps` without exchanges that took so long each.
+
+        The latter tell what a step without tuning takes: one that is reported launches the slow way.
+        """
+        is_apart, steps = steps > 0, max(steps, 1)
         own_s = took_s - exchange_s
         self._made += steps
         self._took_s += steps * took_s
@@ -97,15 +101,14 @@ class Pace:
             self._old += steps
             self._shortest_s = min(self._shortest_s, own_s)
             self._exchanges_s += exchange_s  # that of the opening is none of a step
-        if kind is StepKind.QUIET:
+        if kind is StepKind.QUIET and is_apart:
             self._record_quiet(own_s, steps)
         else:
             self._since_quiet += [(kind, own_s)] * steps
             if len(self._since_quiet) >= MOST_UNTOLD:
                 self._quiet_s = self._quiet_s or [self.step_s]
                 self._settle(self._quiet_s[-1])
-        is_busy = kind in (StepKind.TRIAL, StepKind.COMPILING)
-        self._busy, self._held = (self._busy + steps, 0) if is_busy else (0, self._held + steps)
+        self._held = 0 if kind in (StepKind.TRIAL, StepKind.COMPILING) else self._held + steps
         self.holds = self._overhead is not None and self._is_to_hold(self._overhead, kind)
 
     def _record_quiet(self, took_s: float, steps: int) -> None:
@@ -135,7 +138,7 @@ class Pace:
             return False
         lent_s = overhead * LENT_STEPS * self.step_s
         self._is_refilling = self._owed_s > lent_s * (REFILLED if self._is_refilling else 1)
-        looks = self._busy >= (MOST_BUSY if self._quiet_s else 1)
+        looks = len(self._since_quiet) >= (MOST_BUSY if self._quiet_s else 1)
         # While no candidate is compiled, one look more costs no trial.
         return (self.is_felt and (self._is_refilling or looks)) or (looks and kind is StepKind.COMPILING)
 
@@ -162,7 +165,7 @@ class Pace:
             return WAITS_APART
         lent_s = 0.0 if self._repaid else self._overhead * LENT_STEPS * self.step_s * REFILLED
         left = (self._owed_s - lent_s) / (self._overhead * self.step_s)
-        least = NEAR if len(self._quiet_s) < NEAR else 0
+        least = NEAR if len(self._quiet_s) < NEAR else 1
         return min(max(math.ceil(left) - 1, least), MOST_APART - 1)
 
     @property
@@ -172,7 +175,8 @@ class Pace:
         trials_s, compiling_s = (
             max(0.0, self._beyond_s[kind] + last_s[kind]) for kind in (StepKind.TRIAL, StepKind.COMPILING)
         )
-        return Cost(trials_s, compiling_s, self._exchanges_s, self._made)
+        exchanges_s = self._exchanges_s + max(0.0, self._beyond_s[StepKind.QUIET] + last_s[StepKind.QUIET])
+        return Cost(trials_s, compiling_s, exchanges_s, self._made)
 
     def count_gain(self, gain_s: float) -> None:
         """Count what steps with the first configs took: each so much longer than one with the winners."""
@@ -181,7 +185,9 @@ class Pace:
 
     def pays_back(self) -> bool:
         """Return whether another step is to be made, as too much was spent by the last trial; count it."""
-        owes = self.is_felt and self._repaid < MOST_REPAID and (bool(self._since_quiet) or self._owed_s > 0)
+        owes = (
+            self.is_felt and self._repaid < MOST_REPAID and (len(self._since_quiet) > 1 or self._owed_s > 0)
+        )
         self._repaid += owes * (1 + self.steps_apart)
         return owes
 
