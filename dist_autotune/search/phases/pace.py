@@ -1,11 +1,12 @@
 """Spreads the trials of an online session over its steps: which may hold trials, and what tuning has cost.
 
-What a step with a trial, or with compilers beside it, takes beyond the nearest steps without counts as spent,
-and so does each exchange, and what a step takes longer that is reported by it. A host that is fast and slow in
-turns adds nothing. Each step may spend `overhead` of what it takes without tuning. Where more is spent, the
-next steps hold no trial, no compiler runs beside them, and most of them hold no exchange. At the beginning more
-may be spent, so that most of the session runs with a fast config; it is paid back, at the latest behind the
-last trial, with what the first configs took beyond the winners, once steps have told that.
+What a step with a trial, or with compilers beside it, takes beyond the nearest steps without counts as
+spent, and so does each exchange, and what a step takes longer that is reported by it. A host that is fast
+and slow in turns adds nothing. Each step may spend `overhead` of what it takes without tuning. Where more
+is spent, the next steps hold no trial, no compiler runs beside them, and most of them hold no exchange. At
+the beginning more may be spent, so that most of the session runs with a fast config; it is paid back, at
+the latest behind the last trial, with what the first configs took beyond the winners, once steps have told
+that.
 """
 
 from __future__ import annotations
