@@ -9,8 +9,8 @@ M is the number of rows, K the inner dimension of all ranks together: each multi
     ours                 eager; and as a CUDA graph
     ours, by replays     as a graph, tuned with objective="graph" in a session of its own
     ours, fp8            with --fp8: the same of rows in fp8 with scales; the rounding is not timed
-    ours, fp8, plain     the same by the kernel in plain Triton alone
     ours, by stores      with --by-stores: ours whose kernel stores to the peers
+    ours, fp8, by stores with both: on Hopper by the warp-specialised kernel, too
     GEMM + NCCL          torch.matmul, then reduce_scatter_tensor (gloo on CPU ranks)
     own GEMM + NCCL      the same with `persistent_matmul`, tuned in this sequence
     torch fused          torch.ops.symm_mem.fused_matmul_reduce_scatter
@@ -71,7 +71,7 @@ LISTS = {"few": FEW, "public": PUBLIC, "wide": WIDE}
 DEFAULT = PUBLIC[0] if ON_GPU else Shape(64, 48, 64)
 SEQUENCE, OWN_GEMM = f"GEMM + {COLLECTIVES}", f"own GEMM + {COLLECTIVES}"
 OURS_IN_FP8 = f"{OURS}, fp8"
-PLAIN_IN_FP8 = f"{OURS_IN_FP8}, plain"
+STORES_IN_FP8 = f"{OURS_IN_FP8}, by stores"
 OF_FP8 = 0.05  # the error of products whose factors are rounded to 4 bits, relative
 SIZES = {"m": "rows", "n": "columns", "k": "inner dimension of all ranks together"}
 
@@ -87,7 +87,7 @@ BENCHMARK = Benchmark(
         Ratio(of="torch fused", to=OURS, name="fused / ours"),
         Ratio(of=OURS, to="GEMM"),
         Ratio(of=OURS, to=OURS_IN_FP8),
-        Ratio(of=PLAIN_IN_FP8, to=OURS_IN_FP8),
+        Ratio(of=OURS_IN_FP8, to=STORES_IN_FP8),
         Ratio(of=OURS, to=OURS_BY_STORES),
     ],
     limit_s=LIMIT_S,
@@ -142,15 +142,13 @@ class Problem:
 
 
 class InFp8(Tuned):
-    """Ours of the same factors in fp8, with a scale for each row; plain: by the plain kernel alone."""
+    """Ours of the same factors in fp8, with a scale for each row."""
 
-    def __init__(self, problem: Problem, options: argparse.Namespace, *, plain: bool = False) -> None:
+    def __init__(self, problem: Problem, options: argparse.Namespace, *, by_stores: bool) -> None:
         m, n = problem.shape.m, problem.shape.n
         place = {"backend": options.backend, "timeout_s": PATIENCE_S}
-        self.op = op = GemmReduceScatter(m, n, FP8, **place)
-        if plain:
-            op._make_body = op._make_plain
-        self._problem, self._name = problem, PLAIN_IN_FP8 if plain else OURS_IN_FP8
+        self.op = op = GemmReduceScatter(m, n, FP8, by_stores=by_stores, **place)
+        self._problem, self._name = problem, STORES_IN_FP8 if by_stores else OURS_IN_FP8
         self._a, (weight, scale_weight) = (
             rows_in_fp8(each.bfloat16()) for each in (problem.a, problem.weight)
         )
@@ -231,8 +229,8 @@ def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Rank
     dtype = DTYPES[options.dtype]
     problem = Problem(shape, dtype, ranks)
     op = GemmReduceScatter(shape.m, shape.n, dtype, backend=options.backend, timeout_s=PATIENCE_S)
-    kernels = {"tuned_fp8": False, "tuned_fp8_plain": True} if options.fp8 else {}
-    in_fp8 = {name: InFp8(problem, options, plain=plain) for name, plain in kernels.items()}
+    ways = {"tuned_fp8": False} | ({"tuned_fp8_by_stores": True} if options.by_stores else {})
+    in_fp8 = {name: InFp8(problem, options, by_stores=stores) for name, stores in ways.items() if options.fp8}
     further: dict[str, InFp8 | ByStores] = {**in_fp8}
     if options.by_stores:
         further["tuned_by_stores"] = ByStores(problem, options)

@@ -62,7 +62,7 @@ BENCHMARKS = {
         {
             "ours",
             "ours, fp8",
-            "ours, fp8, plain",
+            "ours, fp8, by stores",
             "ours, by stores",
             "GEMM + gloo",
             "own GEMM + gloo",
