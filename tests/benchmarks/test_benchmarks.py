@@ -262,53 +262,6 @@ def test_only_arms_that_are_right_on_all_ranks_and_all_inputs_have_a_time() -> N
     }
 
 
-# ---- pages
-
-
-def record(*cases: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "op": "ag_gemm", "title": "Title", "figures": "CUDA events", "date": "2026-01-02T03:04:05+00:00",
-        "hardware": {"world_size": 8, "device": "NVIDIA H200"}, "versions": {"torch": "2.11.0"},
-        "variables": {"NCCL_NVLS_ENABLE": "0"}, "commit": "abc", "command": "./launch.sh x", "warm_ups": 120,
-        "iterations": 40, "quantiles": list(arms_module.QUANTILES), "case_title": "M",
-        "ratios": [{"name": "a / b", "of": "a", "to": "b"}], "cases": list(cases),
-    }  # fmt: skip
-
-
-def case(name: str, *, a_ms: float, b: dict[str, Any]) -> dict[str, Any]:
-    a = {
-        "name": "a", "ms": a_ms, "host_ms": 0.05, "host_bound": False, "rate": 700.25,
-        "rate_unit": "TFLOP/s", "error": 0.001,
-        "ranks_ms": [[1.0] * 7, [a_ms + i / 10 for i in range(-3, 4)]],
-    }  # fmt: skip
-    context = {"config": "BLOCK: 1", "timed": 12, "status": "tuned"}
-    return {
-        "case": name, "arms": [a, {"name": "b", **b}], "clocks": {"clocks.sm": "1980 MHz"},
-        "tuned": {"contexts": [context], "runs": 40}, "trouble_at_closing": [],
-    }  # fmt: skip
-
-
-def test_a_page_holds_times_ratios_reasons_and_where_they_come_from() -> None:
-    timed = {**case("", a_ms=1.5, b={})["arms"][0], "ms": 1.5, "host_bound": True}
-    del timed["name"]
-    page = render.page(
-        record(case("64", a_ms=3.0, b=timed), case("32", a_ms=2.0, b={"unavailable": "no GPU"}))
-    )
-    for part in (
-        "# Title, 8 x NVIDIA H200",
-        "2026-01-02, `./launch.sh x`, commit abc.\ntorch 2.11.0.\nNCCL_NVLS_ENABLE=0\n"
-        "NCCL ran without NVLink multicast: these variables switch it off.\n\n",
-        "Times by CUDA events.",
-        "| 64 | 3.000 | 1.500* | 2.000 |",
-        "| 32 | 2.000 | n/a | n/a |",
-        "* b: n/a for 32: no GPU\n* *: the device waited for the host",
-        "| 64 | a | 3.000 | 2.800 | 3.200 | 700.2 TFLOP/s | 0.050 | 1.0e-03 |",
-        "| 64 | BLOCK: 1 | 12 | 40 | tuned | clocks.sm 1980 MHz |",
-    ):
-        assert part in page
-    assert render.file_stem(record()) == "ag_gemm_8xH200_2026-01-02"
-
-
 # ---- regret: sessions that tune, their picks as they were, and what is made of the times
 
 

@@ -36,31 +36,6 @@ def tools(directory: Path, **texts: str) -> Path:
     return directory
 
 
-@pytest.fixture
-def no_gpu(tmp_path: Path) -> Path:
-    """Return a directory whose nvidia-smi sees nothing."""
-    return tools(tmp_path / "bin", nvidia_smi="exit 9")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["speed"], "no part or option speed"),
-        (["--fast"], "no part or option --fast"),
-        (["--out"], "--out needs a directory"),
-        (["check"], "here is no GPU; --nproc N runs tiny shapes on CPU ranks"),
-        (["--nproc", "1", "add", "tp"], "tp needs 2 ranks"),
-        (["--nproc", "2", "--out", "/dev/null/x", "check"], "cannot make the directory /dev/null/x"),
-    ],
-    ids=["part", "option", "value", "GPUs", "ranks", "directory"],
-)
-def test_bad_arguments_end_it_with_the_reason(arguments: list[str], reason: str, no_gpu: Path) -> None:
-    ended = run(*arguments, scripts=no_gpu)
-
-    assert ended.returncode != 0
-    assert reason in ended.stderr
-
-
 @pytest.mark.parametrize(("nproc", "gpus"), [(1, 0), (2, 0), (1, 1), (2, 2)], ids=str)
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 def test_every_command_of_every_part_is_one_that_its_program_takes(nproc, gpus, tmp_path, parser_of):

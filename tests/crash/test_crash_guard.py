@@ -120,7 +120,7 @@ def test_a_death_is_forgotten_once_the_candidate_has_completed_a_run(tmp_cache):
 def test_the_candidate_whose_first_launch_killed_the_process_is_banned(tmp_cache, number, options):
     dies_twice(program, {(32, 1): lambda: die(number)}, options)
     (path,) = guards(tmp_cache)
-    started = [event for event in records() if event.event == "run_started"][-1]
+    started = records()[-1]
     crash = last_crash(path)
     assert (crash["run"], list(crash["suspects"])) == (started.run, list(started.plan))
     second = value_of(program, None, options)

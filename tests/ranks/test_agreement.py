@@ -16,14 +16,13 @@ from rank_programs import (
     ending,
     exchange,
     failing_step,
-    join,
     raise_,
     tuned_step,
     wait_for,
 )
 
 from dist_autotune.ranks import courier, questions
-from dist_autotune.ranks.group import GROUPS, ProcessGroup
+from dist_autotune.ranks.group import GROUPS
 from dist_autotune.ranks.watchdog import Watch
 from ranks import assert_all_ok, run_ranks, store_server
 
@@ -53,30 +52,6 @@ def test_everything_that_was_started_for_a_group_ends_with_it(rank, held):
         kept.append(group if held else None)
     before, after = counts
     assert held or after <= before  # of a group that is held, torch keeps its own
-
-
-def test_hundreds_of_groups_made_and_ended_leave_no_thread_and_no_descriptor(monkeypatch):
-    class StandIn:
-        """All that is asked of a process group; hundreds of gloo's would take seconds."""
-
-        def __init__(self, n):
-            self.group_name = f"group {n}"
-
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
-
-    def program(rank):
-        counts = []
-        for n in range(300):
-            agreement = ProcessGroup(StandIn(n))
-            assert agreement.exchange(b"%d" % rank, join, TIMEOUT_S, "a test") == b"0 1"
-            agreement.close()
-            if n in (9, 299):
-                wait_for(lambda: threading.active_count() == 3)  # this one, and two with a connection
-                counts.append(len(os.listdir("/proc/self/fd")))
-        return counts
-
-    for before, after in assert_all_ok(run_ranks(program, 2, init="tcp")):
-        assert after <= before
 
 
 def left():

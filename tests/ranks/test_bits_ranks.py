@@ -59,23 +59,6 @@ def test_a_config_that_changes_a_bit_on_any_rank_wins_on_none(world_size, where)
     assert {result[4] for result in results} == {True}
 
 
-def test_a_config_that_does_not_repeat_itself_on_one_rank_is_banned_on_all_in_every_session():
-    def program(rank):
-        count = itertools.count()
-
-        def change(rank, block, y):
-            return changed(y, next(count) + 0.5) if block == FAST and rank == 1 else y
-
-        return sessions(rank, change=change, count=20)
-
-    results = assert_all_ok(run_ranks(program, 3))
-    reason = "rank 1: does not repeat itself: other bits in another run, in the result"
-    for found in results:
-        assert len(found) == 20
-        assert {session[0] for session in found} == {SLOW}
-        assert all(session[1] == {FAST: reason} and session[3] for session in found)
-
-
 @on_ranks(2)
 def test_a_function_that_does_not_repeat_itself_on_one_rank_is_refused_on_all(rank):
     count = itertools.count()

@@ -275,14 +275,6 @@ def test_all_ranks_begin_a_new_key_with_the_winner_of_the_nearest():
     assert assert_all_ok(results) == [([32, 32, 16, 64, 32], {"add128": 32})] * 2
 
 
-@pytest.mark.parametrize("holder", [0, 1])
-def test_entries_of_one_rank_that_the_session_has_opened_are_neighbours_on_all(holder):
-    assert_all_ok(run_ranks(lambda rank: sweep(rank, [64], cache=own_cache(rank)), 2))
-    shutil.rmtree(own_cache(1 - holder))
-    again = run_ranks(lambda rank: sweep(rank, [128], cache=own_cache(rank)), 2)
-    assert [blocks[0] for blocks, _ in assert_all_ok(again)] == [32, 32]
-
-
 @pytest.mark.parametrize(("size", "mode"), [(64, "strict"), (128, "cached"), (128, "tune")])
 def test_what_one_rank_has_imported_all_ranks_begin_with(size, mode, monkeypatch):
     assert_all_ok(run_ranks(lambda rank: sweep(rank, [64], cache=own_cache(rank)), 2))

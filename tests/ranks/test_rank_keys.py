@@ -1,41 +1,12 @@
 """Keys and kernels that only some ranks have, or that hold a rank: tuned among those that have them."""
 
-import pytest
 import torch
 from kernels_for_tests import Bench, launch, numbers, out_of_resources
-from rank_programs import blocks_of, run_until_settled, tune
+from rank_programs import blocks_of, tune
 
 from ranks import assert_all_ok, run_ranks
 
-MODES = pytest.mark.parametrize("mode", ["replay", "online"])
-
-
 # ---- keys and kernels that only some ranks have
-
-
-def test_keys_of_some_ranks_are_agreed_among_those():
-    def program(rank):
-        bench = Bench()
-        own = {0: 8, 1: 16, 2: 16}[rank]  # 64 is everybody's, 8 that of rank 0, 16 that of ranks 1 and 2
-        ms = {
-            64: {16: 2.0, 32: 1.0 + rank},  # rank 2: 3 ms
-            8: {16: 1.0, 32: 2.0},  # with the times of 16 beside its own, rank 0 would take 32
-            16: {16: 2.0 + rank, 32: 3.5},  # rank 2: 4 ms
-        }
-        by_key = lambda launch: ms[launch.n][launch.block]  # noqa: E731
-        kernel = bench.kernel({16: by_key, 32: by_key})
-
-        def thunk():
-            launch(kernel, numbers(own))
-            launch(kernel, numbers(64))
-
-        step = tune(bench, thunk)
-        step()
-        return step.report.runs, blocks_of(step), bench.blocks(n=own), bench.blocks(n=64)
-
-    zero, *others = assert_all_ok(run_ranks(program, 3))
-    assert zero == (3, {"add64": 16, "add8": 16}, [16, 32, 16], [16, 32, 16])
-    assert others == [(3, {"add64": 16, "add16": 32}, [16, 32, 32], [16, 32, 16])] * 2
 
 
 def test_what_fails_for_the_key_of_one_rank_is_not_banned_for_the_keys_of_others():
@@ -59,25 +30,6 @@ def test_what_fails_for_the_key_of_one_rank_is_not_banned_for_the_keys_of_others
     zero, one, two = assert_all_ok(run_ranks(program, 3))
     assert zero == two == (4, {"add64": 32}, {64: 0})
     assert one == (4, {"add64": 32, "add8": 64}, {64: 0, 8: 1})
-
-
-@MODES
-def test_ranks_that_launch_nothing_keep_in_step(mode):
-    def program(rank):
-        bench, runs = Bench(), []
-        kernel = bench.kernel({16: 3.0, 32: 1.0 + rank})
-
-        def thunk():
-            runs.append(None)
-            return launch(kernel, numbers(64)) if rank == 1 else None
-
-        step = tune(bench, thunk, mode=mode)
-        run_until_settled(step)
-        return len(runs), blocks_of(step)
-
-    zero, one, two = assert_all_ok(run_ranks(program, 3))
-    assert zero == two == (one[0], {})
-    assert one[1] == {"add64": 32}
 
 
 def test_of_32_configs_later_keys_try_8_at_most_where_the_first_told():

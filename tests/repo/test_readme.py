@@ -53,25 +53,6 @@ def test_the_step_of_the_page_keeps_its_bits() -> None:
     assert context.same_bits is True
 
 
-def test_the_schedule_table_is_what_happens() -> None:
-    rows = re.findall(r"^\| kernel-(\d) \| (.*) \|$", page("docs/search.md"), re.MULTILINE)
-    assert len(rows) == 2
-    bench, x = Bench(), numbers()
-    kernels = [bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 2.0, 32: 1.0, 64: 3.0})]
-    launched: list[list[str]] = [[], []]
-
-    def thunk() -> None:
-        for kernel, configs in zip(kernels, launched, strict=True):
-            launch(kernel, x)
-            configs.append(f"c{kernel.configs.index(kernel.best_config)}")
-
-    bench.tune(thunk, n_warmup=0, n_repeat=2)()
-    for index, cells in rows:
-        winner = launched[int(index)][-1]
-        stated = [winner if cell == "best" else cell for cell in cells.split(" | ")]
-        assert launched[int(index)] == stated
-
-
 def test_docs_list_every_environment_variable() -> None:
     listed = set(re.findall(r"^\| `(DIST_AUTOTUNE_\w+)`", page("docs/environment.md"), re.M))
     assert listed == set(settings.KNOWN_VARIABLES)

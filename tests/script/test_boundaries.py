@@ -63,22 +63,6 @@ def parameter() -> torch.nn.Parameter:
     return weight
 
 
-def test_steps_without_a_forward_pass_between_them_are_one_end(ended):
-    weight, other = parameter(), parameter()
-    optimizer = torch.optim.SGD([{"params": [weight]}, {"params": [other]}], lr=0.1)
-    groups = optimizer.param_groups
-    for step in range(3):
-        ended.append(f"forward {step}")
-        (weight + other).sum().backward()
-        for group in groups:
-            optimizer.param_groups = [group]
-            optimizer.step()
-            with torch.no_grad():
-                (group["params"][0].grad * 2).norm()
-            optimizer.zero_grad()
-    assert ended == ["forward 0", "end", "forward 1", "end", "forward 2", "end"]
-
-
 def stepping_in_backward(weight: torch.nn.Parameter, events: list[str], name: str) -> None:
     optimizer = torch.optim.SGD([weight], lr=0.1)
 

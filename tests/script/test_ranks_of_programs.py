@@ -193,17 +193,6 @@ def test_in_the_strict_mode_one_process_launches_what_is_tuned_and_nothing_else(
     assert "Nearest tuned keys: [n=32, " in str(other.error)
 
 
-def test_in_the_strict_mode_a_rank_without_a_result_in_the_second_run_ends_all():
-    assert_all_ok(start("train(9)"))
-    assert_all_ok(start("train(9)", DIST_AUTOTUNE_MODE="strict"))
-    text = "train(1)\nif rank: scale(torch.zeros(12), 2.0)\ntrain(2)"
-    zero, one = start(text, DIST_AUTOTUNE_MODE="strict")
-    assert str(one.error).startswith("NotTuned: scale_kernel[n=12, ")
-    assert str(zero.error).startswith(
-        "PeerFailed: rank 1 failed, so this call ends on rank 0 too: NotTuned: "
-    )
-
-
 def test_without_an_optimizer_a_named_function_ends_the_runs():
     text = "with torch.no_grad():\n    for x, _ in batches(rank): model(x)\n"
     assert_all_ok(start(text, options=[*OPTIONS, "--step", "scaled:Model.forward"]))

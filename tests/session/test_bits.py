@@ -5,10 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from kernels_for_tests import (
-    EMULATIONS,
     accumulate,
     add,
     double,
@@ -20,10 +17,10 @@ from kernels_for_tests import (
     winner,
 )
 
-from dist_autotune import StepTuner, TuningError, tunable
+from dist_autotune import StepTuner, TuningError
 from dist_autotune.bits import outputs
 from dist_autotune.errors import InvalidOption
-from dist_autotune.logs.records import Banned, ContextSettled, Merged, Note
+from dist_autotune.logs.records import ContextSettled, Merged, Note
 
 BASE, SLOW, FAST = 16, 32, 64  # BLOCKs: FAST changes a bit
 
@@ -37,9 +34,9 @@ def off_by_one_bit(y):
 class Function:
     """A function of one kernel: its outputs depend on the config as `change` says."""
 
-    def __init__(self, bench, ms=None, change=None, kernel=add):
+    def __init__(self, bench, ms=None, change=None):
         self.bench, self.change = bench, {FAST: off_by_one_bit} if change is None else change
-        self.kernel = bench.kernel(ms or {BASE: 3.0, SLOW: 2.0, FAST: 1.0}, kernel)
+        self.kernel = bench.kernel(ms or {BASE: 3.0, SLOW: 2.0, FAST: 1.0})
 
     def __call__(self):
         y = launch(self.kernel, numbers(), torch.zeros(64))
@@ -68,17 +65,6 @@ def tuned_config(bench, **options):
     tuned()
     context = only(tuned.report)
     return context.status, winner(context), context.same_bits
-
-
-@triton.jit
-def add_too(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y_ptr + offs, tl.load(x_ptr + offs, mask=offs < n) + 1, mask=offs < n)
-
-
-@pytest.fixture(autouse=True)
-def another_kernel(monkeypatch):
-    monkeypatch.setitem(EMULATIONS, add_too, EMULATIONS[add])
 
 
 def test_check_says_that_outputs_change_and_restricts_nothing(bench):
@@ -120,17 +106,6 @@ def test_a_config_that_does_not_repeat_itself_is_banned_in_every_one_of_100_sess
         assert winner(context) == SLOW
         assert only_reason(context, FAST).startswith("rank 0: does not repeat itself")
         tuned.retune()
-
-
-def test_a_winner_that_repeats_itself_at_first_is_banned_when_it_does_not(bench):
-    seen = itertools.count(1)
-    change = {FAST: lambda y: off_by_one_bit(y) if next(seen) > 3 else y}  # it was timed once, verified twice
-    tuned = bench.tune(Function(bench, change=change), bits="same")
-    tuned()
-    context = only(tuned.report)
-    assert winner(context) == SLOW
-    assert torch.equal(tuned(), numbers() + 1)
-    assert [(ban.config_id, ban.by_rank) for ban in records(Banned)] == [(2, 0)]
 
 
 def test_a_function_that_does_not_repeat_itself_is_refused_with_the_output_that_differs(bench):
@@ -179,26 +154,6 @@ def test_winners_that_change_bits_only_together_are_not_kept_together(bench):
     assert list(winners.values()).count(FAST) == 1
     assert winners["accumulate"] == FAST  # it would lose most
     assert torch.equal(tuned(), result)
-
-
-def test_options_of_the_host_are_verified_with_the_kernels_that_they_bring(bench):
-    kernels = {
-        "one": Function(bench, {BASE: 2.0, SLOW: 1.5}),
-        "other": Function(bench, {BASE: 3.0, SLOW: 0.5, FAST: 0.1}, kernel=add_too),
-        "third": Function(bench, {BASE: 0.05, SLOW: 0.05}, kernel=double),
-    }
-    tuned = bench.tune(lambda: kernels[tunable("way", list(kernels))](), bits="same", search="racing")
-    result = tuned()
-    assert torch.equal(result, numbers() + 1)
-    contexts = {context.kernel: context for context in tuned.report.contexts}
-    assert contexts["way"].config == "other"
-    assert winner(contexts["add_too"]) == SLOW
-    assert only_reason_of(contexts["way"], "third").startswith("rank 0: other bits")
-
-
-def only_reason_of(context, text):
-    (reason,) = [reason for candidate, reason in context.banned.items() if text in candidate]
-    return reason
 
 
 # ---- options
@@ -299,14 +254,6 @@ def test_a_cached_winner_that_changes_bits_is_not_used_and_its_key_is_tuned_anew
     context = only(tuned.report)
     assert (context.status, winner(context), context.same_bits) == ("tuned", FAST, True)
     assert only_reason(context, SLOW) == "rank 0: other bits than with the first config, in the result"
-
-
-def test_a_first_config_that_alone_has_its_bits_is_kept(bench):
-    change = {SLOW: off_by_one_bit, FAST: off_by_one_bit}
-    for status in ("tuned", "cached"):
-        tuned = bench.tune(Function(bench, change=change), bits="same")
-        tuned()
-        assert (only(tuned.report).status, winner(only(tuned.report))) == (status, BASE)
 
 
 def test_a_session_that_raises_before_winners_are_verified_leaves_none(bench):

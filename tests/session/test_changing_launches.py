@@ -22,18 +22,6 @@ from kernels_for_tests import (
 from dist_autotune.logs.records import ContextAdmitted, ContextSettled, SessionClosed
 
 
-def test_a_kernel_launched_only_in_the_first_run_starves_and_that_is_said(bench):
-    kernel = bench.kernel({16: 1.0, 32: 2.0})
-    runs = itertools.count()
-    tuned = bench.tune(lambda: launch(kernel, numbers()) if next(runs) == 0 else None, n_repeat=3)
-    tuned()
-    assert tuned.report.runs <= 5
-    assert (only(tuned.report).status, winner(only(tuned.report))) == ("starved", 16)
-    (closed,) = records(SessionClosed)
-    assert "no longer launched" in closed.warning
-    assert "add" in closed.warning
-
-
 def test_a_caller_that_keeps_the_config_and_bypasses_the_autotuner_does_not_hang(bench):
     kernel = bench.kernel({16: 1.0, 32: 2.0})
     frozen: list[Any] = []

@@ -59,21 +59,6 @@ def test_ranks_that_are_all_stuck_are_all_told(quick_heartbeats):
         assert "with BLOCK: 32" in results[rank].stderr
 
 
-def test_ranks_that_are_all_stuck_are_all_ended_when_that_is_asked_for(quick_heartbeats):
-    def program(rank):
-        bench = Bench()
-        kernel = bench.kernel(stuck_at(32, lambda: False))
-        step = tune(bench, lambda: launch(kernel, numbers()), on_stuck="abort", mode="online")
-        step()
-        set_patience(step, 1.0)
-        step()
-
-    for result in run_ranks(program, 2):
-        assert result.exitcode == 1
-        assert f"Rank {result.rank} ends" in result.stderr
-        assert result.elapsed_s < 15
-
-
 # ---- a launch that the device never ends
 
 

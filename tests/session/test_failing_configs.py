@@ -1,8 +1,6 @@
 """A config that cannot be launched is replaced in the same call, banned, and never wins."""
 
 import gc
-import os
-import signal
 import weakref
 
 import pytest
@@ -21,8 +19,7 @@ from kernels_for_tests import (
 )
 
 from dist_autotune import NoValidConfig, TuningError, is_tuning
-from dist_autotune.logs.records import Banned, ContextAdmitted, Note, RunStarted, SessionClosed
-from ranks import run_ranks
+from dist_autotune.logs.records import Banned, Note, SessionClosed
 
 every_failure = pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES.keys())
 BLOCKS = (16, 32, 64)
@@ -85,19 +82,6 @@ def test_when_all_fail_one_error_names_kernel_key_and_every_reason(bench, where)
     assert is_outside()
     assert not is_tuning()
     assert [(record.outcome, record.warning) for record in records(SessionClosed)] == [("NoValidConfig", "")]
-
-
-def test_a_config_that_kills_the_process_is_the_last_thing_in_its_log(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    kernel.fn.failures[32] = lambda: os.kill(os.getpid(), signal.SIGKILL)
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    (result,) = run_ranks(lambda rank: tuned(), 1, init="none")
-    assert result.signal is signal.SIGKILL
-    last = records()[-1]
-    assert isinstance(last, RunStarted)
-    (admitted,) = records(ContextAdmitted)
-    assert last.plan == {admitted.context: 1}
-    assert "BLOCK: 32" in admitted.candidates[1]
 
 
 def test_a_launch_that_runs_out_of_memory_is_banned_and_its_memory_is_free(bench, kernel):

@@ -11,7 +11,6 @@ from operation_runs import on_ranks
 from rank_programs import ending, tune
 
 from dist_autotune.triton_api import identity
-from ranks import assert_all_ok, run_ranks
 
 
 def even(args):
@@ -120,17 +119,3 @@ def test_configs_that_differ_in_their_hook_alone_are_two_candidates(bench, case)
     assert sorted(context.timings.values()) == [1.0, 3.0]
     assert context.config is configs[1] or context.config.pre_hook is configs[1].pre_hook
     assert winner(context) == 16
-
-
-def test_equal_hooks_of_two_processes_have_one_digest():
-    def program(rank):
-        called, digests = [], []
-        for case in ("closures", "defaults", "captured", "partials"):
-            configs = [triton.Config({"BLOCK": 16}, pre_hook=hook) for hook in hooks(case, called)]
-            identity.tell_apart(configs)
-            digests += map(identity.config_digest, configs)
-        return digests
-
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero == one
-    assert len(set(zero)) >= 7

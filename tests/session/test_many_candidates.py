@@ -7,12 +7,10 @@ import sys
 import pytest
 import triton
 from kernels_for_tests import Bench, launch, no_bench, numbers, only
-from rank_programs import blocks_of, tune
 
 from dist_autotune import tunable
 from dist_autotune.launch import written_tensors
 from dist_autotune.search.expectation.order import MOST_COMPILED
-from ranks import assert_all_ok, run_ranks
 
 VALUES = {  # 2,000
     "BLOCK": [8 << power for power in range(8)],
@@ -107,19 +105,6 @@ def test_a_choice_of_many_options_is_searched_before_the_plans(bench):
     assert tuned() == (best, order)
     assert tunable("split", options) == best
     assert tunable("split", [*options]) == best
-
-
-def test_ranks_try_the_same_few_of_many():
-    def program(rank):
-        bench = Bench()
-        kernel = many(bench)
-        step = tune(bench, lambda: launch(kernel, numbers()), n_warmup=None, n_repeat=None)
-        step()
-        return shapes(bench.launches), step.report.runs, blocks_of(step)
-
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero == one
-    assert len(zero[0]) <= MOST_COMPILED
 
 
 def test_a_key_costs_the_same_however_many_the_kernel_has(monkeypatch):

@@ -91,12 +91,6 @@ def test_the_listener_hears_of_every_final_result(bench, kernel, monkeypatch):
 # ---- the report and what is settled
 
 
-def test_the_gain_over_a_first_config_that_is_ten_times_slower_is_told(bench):
-    tuned = bench.tuned({16: 30.0, 32: 1.0, 64: 2.0}, n_repeat=None, n_warmup=None)
-    tuned()
-    assert only(tuned.report).gain_percent == pytest.approx(100 * 29 / 30)
-
-
 def noisy(ms):
     """Return samples of this median that spread by 30 %."""
     numbers = random.Random(int(100 * ms))

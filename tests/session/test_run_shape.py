@@ -28,14 +28,6 @@ from dist_autotune.search.strategies import STRATEGIES
 # ---- the schedule
 
 
-def test_by_default_it_races(bench):
-    tuned = bench.tuned({16: 1.0, 32: 100.0, 64: 1.5}, n_warmup=None, n_repeat=None)
-    tuned()
-    assert bench.blocks()[:3] == [16, 32, 64]
-    assert bench.blocks().count(32) == 1
-    assert bench.blocks()[-1] == winner(only(tuned.report)) == 16
-
-
 def test_is_tuning_is_true_only_while_a_launch_may_be_a_trial(bench, kernel):
     seen = []
 
@@ -70,19 +62,6 @@ def test_max_runs_is_never_exceeded_and_the_next_call_goes_on(bench, search, max
         assert tuned.report.runs <= max_runs
     if max_runs > 1:
         assert (only(tuned.report).status, winner(only(tuned.report))) == ("tuned", 256)
-
-
-def test_a_spent_budget_keeps_the_best_so_far(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0, 128: 0.5})
-    tuned = bench.tune(lambda: launch(kernel, numbers()), max_runs=4)
-    tuned()
-    assert bench.blocks() == [16, 32, 64, 32]
-    assert kernel.best_config.kwargs["BLOCK"] == 32
-    bench.forget()
-    tuned()
-    assert bench.blocks() == [128, 128]
-    assert only(tuned.report).status == "tuned"
-    assert tuned.settled
 
 
 # ---- functions in functions
@@ -237,22 +216,6 @@ def test_mode_off_is_the_bare_function(bench, monkeypatch):
 
 
 # ---- judged by whole runs
-
-
-def test_objective_thunk_keeps_the_default_plan_when_it_is_not_beaten_and_says_so(bench):
-    kernel = bench.kernel({16: 2.0, 32: 1.0})
-
-    def thunk():
-        launch(kernel, numbers())
-        if len(bench.blocks()) > 4 and bench.blocks()[-1] == 32:
-            bench.spend(5.0)  # what looked fast when tuned alone is not in the final comparison
-
-    tuned = bench.tune(thunk, objective="thunk")
-    tuned()
-    assert winner(only(tuned.report)) == 16
-    assert bench.blocks()[-1] == 16
-    assert any("the default plan is kept" in record.text for record in records(Note))
-    assert kernel.best_config.kwargs["BLOCK"] == 16
 
 
 def plans_that_only_seem_fast(bench, **options):

@@ -177,35 +177,6 @@ def beside_a_settled_call(tuned: Any, n: int, inside: threading.Event, meanwhile
         assert torch.equal(settled.result(LONG_S), numbers(n) + 1)
 
 
-def test_a_call_on_another_thread_waits_its_turn(bench):
-    one, other = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 1.0, 32: 3.0}, double)
-    order: list[str] = []
-    about_to_call = threading.Event()
-    second = bench.tune(lambda: order.append("second") or launch(other, numbers()), name="second")
-
-    in_first = threading.Event()
-
-    def call_second():
-        assert in_first.wait(LONG_S)
-        about_to_call.set()
-        second()
-
-    thread = threading.Thread(target=call_second)
-    thread.start()
-
-    def first_thunk():
-        hand_over(in_first, about_to_call)
-        order.append("first")
-        return launch(one, numbers())
-
-    first = bench.tune(first_thunk, name="first")
-    first()
-    thread.join(LONG_S)
-    assert order == ["first"] * 3 + ["second"] * 3
-    assert [context.kernel for context in first.report.contexts] == ["add"]
-    assert [context.kernel for context in second.report.contexts] == ["double"]
-
-
 def test_settled_calls_run_on_any_number_of_threads_at_once(bench, kernel):
     together = threading.Barrier(4)
 

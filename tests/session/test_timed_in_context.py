@@ -63,24 +63,6 @@ def test_a_fresh_session_picks_the_option_that_is_fastest_when_settled(monkeypat
     assert picks == {"specialized": 20}
 
 
-def test_a_config_whose_first_launches_cost_the_host_is_not_dropped_for_that(gpus):
-    gpu, ms = gpus[0], {16: 0.30, 32: 0.20, 64: 0.25, 128: 0.28}
-
-    def launched(block: int) -> None:
-        gpu.first_use(block, *([5.0, 5.0, 5.0] if block == 32 else []))  # between the events of the launch
-        gpu.launch(ms[block])
-
-    kernel = autotuned(ms, launched)
-
-    def step():
-        launch(kernel)
-        gpu.synchronize()
-
-    tuned = gpus.tuned(step)
-    tuned()
-    assert block_of(only(tuned.report).config) == 32
-
-
 # ---- copies that the function has forked, and peers that are late
 
 COPY_MS = 0.2

@@ -93,7 +93,7 @@ def test_a_terminal_obeys_nothing_that_a_log_says(tmp_path: Path) -> None:
         assert lines.count(r"\x1b[31mred\x07") >= 4
 
 
-def write_many_candidates(directory: Path, *, settled: bool = True, **settling: object) -> None:
+def write_many_candidates(directory: Path) -> None:
     """Write a session of one rank with 200 candidates, the last of which has won."""
     about = {"session": "s1", "context": "c1", "kernel": "matmul", "key": "4096", "run": 0}
     configs = tuple(f"BLOCK: {number}, GROUP: {number % 7}" for number in range(200))
@@ -106,11 +106,10 @@ def write_many_candidates(directory: Path, *, settled: bool = True, **settling: 
             log.write(records.Agreed(**known, ms=ms, fastest_rank_ms=ms, counted=True))
         log.write(records.Note(session="s1", text="40 of 200 candidates timed", is_outlook=True))
         log.write(records.Note(session="s1", text="80 of 200 candidates timed", is_outlook=True))
-        if settled:
-            timings = {config: 300.0 - number for number, config in enumerate(configs)}
-            facts = {"status": "tuned", "ms": 101.0, "timings": timings, "default_ms": 300.0} | settling
-            log.write(records.ContextSettled(**about, config_id=199, config=configs[199], **facts))
-            log.write(records.SessionClosed(session="s1", outcome="settled", runs=900, contexts=1))
+        timings = {config: 300.0 - number for number, config in enumerate(configs)}
+        facts = {"status": "tuned", "ms": 101.0, "timings": timings, "default_ms": 300.0}
+        log.write(records.ContextSettled(**about, config_id=199, config=configs[199], **facts))
+        log.write(records.SessionClosed(session="s1", outcome="settled", runs=900, contexts=1))
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -126,27 +125,6 @@ def test_of_200_candidates_the_ten_fastest_are_listed(tmp_path: Path, width: int
     every = printed(tmp_path, width, all_candidates=True)
     assert "matmul[4096]: candidates" in every
     assert len(every) >= len(lines) + 188
-
-
-@pytest.mark.parametrize(
-    ("settling", "gain", "reason"),
-    [
-        ({}, "Tuned: launches 300.00 -> 101.00 ms a step (-66.3 %)", ""),
-        ({"default_ms": 101.5}, "Tuned: launches 101.50 -> 101.00 ms a step (-0.5 %)", ""),
-        ({"default_ms": None}, "", "the first config was not timed"),
-        ({"status": "cached", "default_ms": None}, "", "from the cache, timed by an earlier session"),
-        ({"ms": None}, "", "the winner has no time on some rank"),
-        ({"ms": None, "timings": {}}, "", "no config has a time yet"),
-    ],
-    ids=["gain", "none", "dropped", "cached", "one rank", "untimed"],
-)
-def test_there_is_a_gain_or_the_reason_why_there_is_none(tmp_path, settling, gain, reason):
-    write_many_candidates(tmp_path, **settling)
-    text = " ".join(" ".join(printed(tmp_path)).split())
-    assert gain in text
-    assert ("Tuned: " in text) is bool(gain)
-    assert ("No gain of matmul[4096]: " in text) is bool(reason)
-    assert reason in text
 
 
 def test_the_page_has_the_tables_and_no_text_of_a_log_becomes_html(

@@ -12,8 +12,6 @@ from dist_autotune.compilation import compiler, preflight
 from dist_autotune.compilation.child import Ending
 from dist_autotune.compilation.compiler import CompileOptions, Compiler, CompileState
 from dist_autotune.compilation.preflight import Compilation, Planned
-from dist_autotune.launch.rank_context import Beginning, RankContext, RunLaunches
-from dist_autotune.storage.scope import ContextIdentity
 
 
 class FakeChild:
@@ -207,25 +205,6 @@ def test_beside_steps_no_more_compile_than_cores_are_free(monkeypatch, running, 
     options = CompileOptions(local_ranks=ranks, in_background=True)
     assert options.workers_now(own) == workers
     assert CompileOptions(jobs=5, in_background=True).workers_now(own) == 5
-
-
-@pytest.mark.parametrize(
-    ("of_this_rank", "of_search", "wanted"),
-    [({"b"}, None, {"c"}), ({"b"}, {"c"}, {"b"}), ({"b"}, {"b", "c"}, set()), (set(), set(), {"b", "c"})],
-)
-def test_what_the_search_names_is_compiled_once_whatever_this_rank_thought_slow(
-    of_this_rank, of_search, wanted
-):
-    nothing: Any = SimpleNamespace()
-    about = ContextIdentity("k[]", nothing, (), "[]", {"a": "A: 1", "b": "A: 2", "c": "A: 3"})
-    context = RankContext("k[]", about, nothing, rank=0, beginning=Beginning(unlikely=of_this_rank))
-    context.run.choice = "a"
-    if of_search is not None:
-        context.order: Any = SimpleNamespace(is_tuned_by_launches=True, outside_race=of_search)
-    assert (context.wanted_candidates, context.is_to_preflight) == (wanted, bool(wanted))
-    context.compile.asked |= wanted
-    context.run = RunLaunches(choice="a")
-    assert not context.is_to_preflight
 
 
 def test_loading_adds_a_quarter_of_the_time_from_run_to_run_and_one_candidate_in_any_case(world):

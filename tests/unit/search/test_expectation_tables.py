@@ -16,7 +16,7 @@ from benchmarks.simulation.recorded_tables import SUBJECTS, of_fields, table, tw
 from dist_autotune.options import Options
 from dist_autotune.search.expectation.keys import by_distance, distance
 from dist_autotune.search.expectation.order import KEYS, MOST_COMPILED, TrialOrder, best_start, expected
-from dist_autotune.search.strategies import RunningFlow, Strategy, exhaustive, racing, racing_runs
+from dist_autotune.search.strategies import RunningFlow
 
 
 def most_tried(candidates: int, keys: int) -> int:
@@ -48,34 +48,21 @@ def test_keys_in_any_order_lose_little_where_nothing_was_told_in_full(name):
     assert sum(len(each.times) > most for each in later) <= 0.1 * len(later)
 
 
-def run_flow(strategy: Strategy, texts: list[str], row: dict[str, float], seed: int = 0) -> tuple[str, int]:
-    """Return the winner's text, and the runs; each sample has a noise of 1 %."""
-    rng, samples, runs = random.Random(seed), defaultdict[int, list[float]](list), 0
+def searched(order: TrialOrder, texts: list[str], row: dict[str, float]) -> str:
+    """Return the winner's text; each sample has a noise of 1 %."""
+    rng, samples = random.Random(0), defaultdict[int, list[float]](list)
+    strategy = partial(expected, order=order)
     flow = RunningFlow(strategy, len(texts), name="of a table", n_warmup=0, n_repeat=3)
     winner = flow.resume(None, ())
     while winner is None:
         ms = math.nan
         if flow.index is not None:
-            runs += 1
             ms = row.get(texts[flow.index], math.inf) * rng.gauss(1, 0.01)
             if not flow.is_warmup:
                 samples[flow.index].append(ms)
                 ms = statistics.median(samples[flow.index])
         winner = flow.resume(ms, ())
-    return texts[winner], runs
-
-
-@pytest.mark.parametrize("strategy", [racing, exhaustive])
-@pytest.mark.parametrize("name", [each for each in SUBJECTS if each != "many"])
-def test_strategies_that_try_all_candidates_lose_no_more_than_a_tie_and_the_noise(name, strategy):
-    subject, found = table(name), []
-    for key, seed in itertools.product(subject.keys[:6], range(6)):
-        row = subject.told(key)
-        winner, runs = run_flow(strategy, [*row], row, seed)
-        assert runs <= (3 * len(row) if strategy is exhaustive else racing_runs(len(row)))
-        found.append(subject.regret(key, winner))
-    assert statistics.fmean(found) <= 0.02
-    assert max(found) <= 0.035  # the first candidate wins what it ties with: 1 %, or 2.8 standard errors
+    return texts[winner]
 
 
 @pytest.mark.parametrize("name", ["norm", "matmul", "many", "norm_again", "persistent", "moe", "swiglu"])
@@ -88,17 +75,6 @@ def test_a_start_is_no_worse_than_the_winner_of_the_nearest_key(name):
         neighbour = told[by_distance(key, told)[0]]
         nearest.append(subject.regret(key, min(neighbour, key=neighbour.__getitem__)))
     assert statistics.fmean(expected) < 0.75 * statistics.fmean(nearest)
-
-
-def test_of_many_a_few_waves_find_the_best_where_no_other_key_tells():
-    subject, found = table("many"), []
-    for key in subject.keys:
-        row = subject.told(key)
-        order = TrialOrder(key, subject.configs, {})
-        winner, _ = run_flow(partial(expected, order=order), subject.configs, row)
-        assert len(order.likely) <= MOST_COMPILED
-        found.append(subject.regret(key, winner))
-    assert statistics.fmean(found) <= 0.01
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -137,7 +113,7 @@ def test_of_4800_configs_at_most_150_are_compiled_and_the_pick_is_near_the_best_
     texts = {each: ", ".join(f"{n}: {v}" for n, v in zip(names, each, strict=True)) for each in space}
     row = {text: ms[config] for config, text in texts.items()}
     order = TrialOrder("1", [*texts.values()], {})
-    winner, _ = run_flow(partial(expected, order=order), [*texts.values()], row)
+    winner = searched(order, [*texts.values()], row)
     assert len(order.likely) <= MOST_COMPILED < len(space) == 4800
     assert len(order.likely) - len(order.tried) <= 12  # failed, of a tenth of all
     assert row[winner] <= 1.03 * best
@@ -174,24 +150,6 @@ F16 = "'torch.float16'"
 def test_keys_that_differ_in_anything_but_integers_cannot_be_compared(other):
     assert distance(f"4096, {F16}", other) == math.inf
     assert by_distance(f"4096, {F16}", [other, f"1, {F16}"]) == [f"1, {F16}"]
-
-
-TEXTS = [
-    f"BLOCK: {block}, SPLIT: {split}, num_warps: {warps}, num_ctas: 1"
-    for block in (16, 32, 64, 128)
-    for split in (1, 2, 4)
-    for warps in (2, 4, 8)
-]
-
-
-def ms_of(index: int, size: int) -> float:
-    """Return a time that is a product of an effect of each field, and the size."""
-    block, split, warps = index // 9, index // 3 % 3, index % 3
-    return size * 1e-4 * (1 + 0.3 * abs(block - 2)) * (1 + 0.1 * split) * (1.2 if warps == 0 else 1.0)
-
-
-def told(*sizes: int, texts: list[str] = TEXTS) -> dict[str, dict[str, float]]:
-    return {f"{size}, 'fp16'": {text: ms_of(TEXTS.index(text), size) for text in texts} for size in sizes}
 
 
 @pytest.mark.parametrize(

@@ -35,15 +35,6 @@ def consumers(run_ms, **options):
     return simulation
 
 
-def explored(simulation):
-    """Run on until options have been explored; return the plans up to there."""
-    tuning = simulation.tuning
-    while tuning.race_runs is None or tuning.race_runs.admits:
-        simulation.run()
-        assert len(simulation.plans) < 500
-    return simulation.plans
-
-
 def test_an_option_wins_that_is_best_only_with_its_kernel_tuned():
     # With their first configs way1 takes 3.0 and way0 2.0; tuned, way1 takes 1.5 and way0 1.9.
     simulation = consumers(lambda plan: 0.9 if plan["way"] == "way0" else 0.0)
@@ -82,20 +73,6 @@ def test_options_of_two_choices_are_found_where_their_combinations_are_too_many_
     )
     simulation.session()
     assert wanted.items() <= simulation.winners().items()
-
-
-def test_plans_hold_only_what_their_options_launch():
-    simulation = consumers(lambda plan: 1.0)
-    simulation.tuning.open()
-    explored(simulation)
-    raced = []
-    while (search := simulation.tuning.race_runs) is not None:
-        raced.append(dict(search.plan()))
-        simulation.run()
-    assert {frozenset(plan) for plan in raced if plan} == {
-        frozenset({"way", "left"}),
-        frozenset({"way", "right"}),
-    }
 
 
 def test_a_choice_that_only_one_option_asks_for_is_explored_and_raced_under_it():
