@@ -22,7 +22,6 @@ from candidates import (
     tuned_kernel,
 )
 
-from dist_autotune import NoValidConfig
 from dist_autotune.compilation.preflight import plan
 from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, run_ranks
@@ -85,14 +84,6 @@ def test_an_error_of_the_user_s_reaches_the_caller_with_its_traceback(device, co
     assert compiler.processes_left() == []
 
 
-def test_when_none_is_left_every_reason_is_told(device):
-    with pytest.raises(NoValidConfig) as caught:
-        tuned_kernel(kernel(ASSERTED, TOO_LARGE))()
-    assert "CompileTimeAssertionFailure" in str(caught.value)
-    assert "out of resource: shared memory" in str(caught.value)
-    assert device.launched == []
-
-
 def test_no_argument_outlives_the_call_though_candidates_do_not_load(device):
     tuner, kept = kernel(GOOD, ASSERTED, TOO_LARGE), []
 
@@ -103,19 +94,6 @@ def test_no_argument_outlives_the_call_though_candidates_do_not_load(device):
 
     tuned(launch)()
     assert [reference() for reference in kept] == [None] * len(kept)
-
-
-def test_compiling_only_returns_the_compiled_incumbent(device):
-    tuner = kernel(64, GOOD)
-    x, y = torch.zeros(1, dtype=torch.float16), torch.zeros(1)
-    compiled = []
-
-    def thunk():
-        compiled.append(tuner.run(x, y, grid=(1,), warmup=True))
-
-    tuned(thunk)()
-    assert [type(each).__name__ for each in compiled] == ["CompiledKernel"]
-    assert device.launched == []
 
 
 def test_two_ranks_lose_a_compiler_each_to_a_candidate_at_most_and_both_ban_it(device, compiler):

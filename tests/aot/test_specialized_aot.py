@@ -21,6 +21,7 @@ from dist_autotune.kernels.gemm.configs import blocks_of, box_of, shared_bytes
 from dist_autotune.kernels.gemm.pruning import prune_chunks
 from dist_autotune.kernels.gemm.roles import LOADER_REGISTERS
 from dist_autotune.kernels.gemm_rs import specialized as scattering
+from dist_autotune.kernels.gemm_rs.call import ScatterMemory, ScatterOperands
 from dist_autotune.kernels.gemm_rs.specialized_kernel import specialized_gemm_reduce_scatter
 
 TARGETS = pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
@@ -369,3 +370,16 @@ def test_a_gather_takes_calls_on_its_devices_whose_rows_tma_can_address(
     if major:
         monkeypatch.setattr(launch, "capability", lambda device: major)
     assert gathering.can_run(*change(*tensors_of_gather()), rows) is expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "shift", "expected"),
+    [(64, 512, 0, True), (63, 512, 0, False), (64, 516, 0, False), (64, 512, 1, False)],
+)
+def test_a_scatter_takes_calls_whose_rows_tma_can_address(rows, n, shift, expected, monkeypatch):
+    monkeypatch.setattr(launch, "capability", lambda device: 9)
+    addend = zeros(2 * rows * n + shift)[shift:].view(2 * rows, n)
+    sums = zeros(1, rows, n)
+    held = ScatterMemory(zeros(4), sums, sums, *(zeros(4, dtype=torch.int32) for _ in range(3)))
+    operands = ScatterOperands(zeros(2 * rows, K), zeros(n, K), zeros(rows, n), addend)
+    assert scattering.can_run(operands, held) is expected

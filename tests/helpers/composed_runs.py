@@ -121,12 +121,11 @@ class Part:
         self.runs.call(self.op, given, out, self.rows(number))
 
 
-def kernels_of_torch(*, adds: bool) -> None:
+def kernels_of_torch() -> None:
     """Multiply, and add over all ranks, as a program does between operations."""
     rows = torch.ones(256, 256, device=device())
     torch.mm(rows, rows)
-    if adds:
-        dist.all_reduce(rows)
+    dist.all_reduce(rows)
 
 
 def parts_of(rank: int, sizes: Sizes, world: int) -> list[Part]:
@@ -249,7 +248,7 @@ def by_turns(rank: int, sizes: Sizes, turns: int, captured: bool) -> list[str]:
                 every.replay(order.randrange(turns))
             else:
                 every.call(next(parts), number)
-                kernels_of_torch(adds=True)
+                kernels_of_torch()
         assert session.settled, session.report
         return every.wrong()
 
@@ -257,29 +256,3 @@ def by_turns(rank: int, sizes: Sizes, turns: int, captured: bool) -> list[str]:
 def shuffled_rounds(parts: list[Part], order: random.Random) -> Iterator[Part]:
     while True:
         yield from order.sample(parts, len(parts))
-
-
-def on_two_streams(rank: int, sizes: Sizes, rounds: int) -> list[str]:
-    """Call on two streams, each late by turns, while torch multiplies on a third.
-
-    This ends. Of the kernels that may fill a device while they wait, all are on one stream, in one order on
-    all ranks. That of GemmAllReduce has fewer programs than a device has SMs, as it has few rows. So whatever
-    runs, each device has an SM for the next product, copy or program, and that is all that a peer waits for.
-    """
-    with opened(rank, sizes) as every:
-        parts = {part.name: part for part in every.parts}
-        large = [part for name, part in parts.items() if name.startswith(("ag_gemm", "gemm_rs"))]
-        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-        for stream in streams:
-            stream.wait_stream(torch.cuda.current_stream())
-        for number in range(rounds):
-            for late, (stream, part) in enumerate(
-                zip(streams, (large[number % len(large)], parts["gemm_ar"]), strict=True)
-            ):
-                with torch.cuda.stream(stream):
-                    if (number + late) % 4 == rank:
-                        torch.cuda._sleep(2_000_000)
-                    every.call(part, number)
-            kernels_of_torch(adds=False)
-        torch.cuda.synchronize()
-        return every.wrong()

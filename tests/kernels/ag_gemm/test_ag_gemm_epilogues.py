@@ -4,7 +4,6 @@ The specialized consumer's source runs in the model, see `test_ag_gemm_model`, a
 """
 
 import itertools
-import random
 
 import pytest
 import torch
@@ -170,46 +169,6 @@ def test_calls_with_different_epilogues_share_no_winner(monkeypatch):
 
 
 # ---- on GPUs
-
-
-def eager_and_replayed(rank, way, backend, bias_dtype, activation):
-    """Call, capture, and replay with new inputs and another bias; return the errors."""
-    torch.manual_seed(1000 + rank)
-    order = random.Random(rank)
-    specialized.tuned.configs = [order.choice(specialized.CANDIDATES[:5])]
-    all_gather_gemm.configs = [order.choice(CANDIDATES)]
-    n, errors = (272 if activation in GATED else 264) + 128 * rank, []
-    with AllGatherGemm(333, 264, HALF, backend=backend, timeout_s=60.0, **WAYS_ON_GPUS[way]) as op:
-        epilogue = ending_of(n, bias_dtype, activation)
-        errors += [compared(op, m, n, epilogue) for m in (333, 256)]
-        a_shard, weight = factors(256, n, 264, HALF)
-        columns = result_columns(activation, n)
-        out = torch.empty(256 * op.world_size, columns, dtype=HALF, device=device())
-        options = {"bias": epilogue.bias, "activation": activation}
-        op(a_shard, weight, out, **options)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            op(a_shard, weight, out, **options)
-        for _ in range(5):
-            for tensor in filter(torch.is_tensor, (a_shard, weight, epilogue.bias)):
-                tensor.normal_()
-            out.fill_(float("nan"))
-            graph.replay()
-            errors.append(error_ratio(out, gathered_by_torch(a_shard), weight, epilogue))
-        op.check()
-    return errors
-
-
-@pytest.mark.gpu(devices=2, seconds=50)
-@pytest.mark.parametrize("backend", GPU_BACKENDS)
-@on_ranks(2, timeout_s=300)
-def test_every_way_ends_with_its_epilogue_on_gpus_eager_and_replayed(rank, backend):
-    endings = [(HALF, "gelu"), (torch.float32, None), (None, "silu"), (HALF, "swiglu")]
-    cases = itertools.product(WAYS_ON_GPUS, endings)
-    return {
-        f"{way}, {ending}": lambda way=way, ending=ending: eager_and_replayed(rank, way, backend, *ending)
-        for way, ending in cases
-    }
 
 
 @pytest.mark.gpu(devices=2, seconds=35)

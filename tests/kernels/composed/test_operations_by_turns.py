@@ -1,7 +1,7 @@
 """That operations are right beside each other, torch's kernels, graphs and a session of the tuner."""
 
 import pytest
-from composed_runs import LARGE, SMALL, by_turns, on_two_streams
+from composed_runs import LARGE, SMALL, by_turns
 from operation_runs import values
 
 # At first they have not.
@@ -20,8 +20,3 @@ def test_so_they_are_on_one_gpu_in_graphs_and_eager_by_turns():
 @pytest.mark.gpu(devices=2, seconds=40)
 def test_so_they_are_on_two_gpus_in_graphs_and_eager_by_turns():
     assert values(by_turns, 2, LARGE, 80, True) == [[], []]
-
-
-@pytest.mark.gpu(devices=2, seconds=25)
-def test_calls_on_two_streams_beside_torchs_kernels_are_right():
-    assert values(on_two_streams, 2, LARGE, 24) == [[], []]

@@ -6,16 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from dense_runs import GATHERING_ROWS, error_ratio, gathered_by_torch
+from dense_runs import GATHERING_ROWS
 from every_operation import EVERY, each
-from operation_runs import device, message_of, on_ranks, synchronize
-from operations import factors
+from operation_runs import message_of, on_ranks
 from rank_programs import wait_for
 from tp_runs import in_workspaces
 
 from dist_autotune.kernels import tp
-from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.exchange.streams import await_peers
 from dist_autotune.kernels.signals import as_patience
 from dist_autotune.kernels.tp.registry import WORKSPACES
@@ -108,28 +105,3 @@ def test_all_layers_of_a_group_meet_first_also_in_workspaces_that_are_opened_lat
     assert step(6).shape == (6, 4)
     assert [each.operation._meeting is not None for each in WORKSPACES.open.values()] == [True, True]
     tp.release()
-
-
-@pytest.mark.gpu(devices=2)
-@on_ranks(2)
-def test_a_send_behind_a_call_finds_an_sm_on_gpus(rank):
-    """Rank 1 comes to the call behind a receive, for whose send rank 0's kernel, on every SM, leaves none."""
-    GATHERING_ROWS.begin(rank)
-    sms = torch.cuda.get_device_properties(device()).multi_processor_count
-    rows = torch.ones(2**20, device=device())
-    exchange = dist.send if rank == 0 else dist.recv
-    a_shard, weight = factors(2048, 4096, 1024, HALF)
-    options = {"consumer": "plain", "programs": sms, "collective": False, "timeout_s": 20.0}
-    with AllGatherGemm(2048, 1024, HALF, **options) as op:
-        op.meet_first()
-        op(a_shard, weight)
-        exchange(rows, 1 - rank)  # makes the communicator
-        synchronize()
-        if rank == 1:
-            exchange(rows, 0)
-        product = op(a_shard, weight)
-        if rank == 0:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                exchange(rows, 1)
-        op.check()
-        assert error_ratio(product, gathered_by_torch(a_shard), weight) < 1

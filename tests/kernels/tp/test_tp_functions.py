@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from operation_runs import message_of, on_ranks
+from operation_runs import message_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -62,22 +62,6 @@ def test_scattered_sums_and_their_gradients_are_those_of_torch(rank, world, colu
         assert_close(got, sums.detach()[rank * rows : (rank + 1) * rows])
         for pair in zip(torch.autograd.grad(got, own, grads[rank]), expected, strict=True):
             assert_close(*pair)
-
-
-@pytest.mark.parametrize("world", [1, 3])
-@in_workspaces()
-def test_tokens_of_several_sequences_keep_their_places(rank, world):
-    """Shard [2, S, K] along S: no token may change its place in the sequence."""
-    shards = tensors_of_all(world, 2, 3, 8)
-    up, down = tensor_of(0, 12, 8, seed=1), tensor_of(0, 8, 12, seed=2)
-    full = torch.cat(shards, 1)
-    hidden = tp.all_gather_matmul(shards[rank], up, gather_dim=1)
-    assert_close(hidden, full @ up.T)
-    result = tp.matmul_reduce_scatter(hidden.relu(), down, scatter_dim=1)
-    wanted = (full @ up.T).relu() @ down.T * world
-    assert_close(result, wanted[:, 3 * rank : 3 * rank + 3])
-    result.sum().backward()
-    assert_close(shards[rank].grad, torch.autograd.grad(wanted.sum(), shards[rank])[0])
 
 
 # ---- orders of use
@@ -201,57 +185,6 @@ def test_after_a_failed_call_release_raises_it_and_the_next_call_works(rank):
     for text in (*texts, message_of(tp.release)):
         assert text.startswith(f"{told} {5 - rank} rows")
     assert tp.all_gather_matmul(tensor_of(rank, 5, 8), up).shape == (10, 12)
-
-
-# ---- on GPUs
-
-
-def error_of(got, wanted):
-    return float((got.float() - wanted.float()).norm() / wanted.float().norm())
-
-
-@pytest.mark.gpu(devices=2)
-@pytest.mark.filterwarnings("ignore:.* has not been tuned")  # they have not
-@on_ranks(2)
-def test_bfloat16_and_captured_steps_are_right_on_gpus(rank):
-    """Compare bfloat16 with float32, then replays of a captured forward and backward with eager calls."""
-    place = {"device": f"cuda:{rank}", "dtype": torch.bfloat16}
-    torch.manual_seed(0)
-    whole = torch.randn(1024, 512, **place)
-    ups, downs = torch.randn(2, 2, 768, 512, **place) / 16, torch.randn(2, 512, 768, **place) / 16
-    own = [whole.chunk(2)[rank].clone(), *ups[rank], downs[rank]]
-
-    def layer(x, up, gate, down):
-        of_up, of_gate = tp.all_gather_matmul(x, [up, gate])
-        return tp.matmul_reduce_scatter(of_up * of_gate.sigmoid(), down)
-
-    def with_gradients(*tensors):
-        leaves = [each.detach().requires_grad_() for each in tensors]
-        result = layer(*leaves)
-        return [result.detach(), *torch.autograd.grad(result.float().square().sum(), leaves)]
-
-    leaves = [each.float().requires_grad_() for each in (whole, ups, downs)]
-    hidden = [leaves[0] @ (up.T) * (leaves[0] @ gate.T).sigmoid() for up, gate in leaves[1]]
-    result = sum(each @ down.T for each, down in zip(hidden, leaves[2], strict=True))
-    of_whole, of_ups, of_downs = torch.autograd.grad(result.square().sum(), leaves)
-    wanted = [*(each.chunk(2)[rank] for each in (result, of_whole)), *of_ups[rank], of_downs[rank]]
-    errors = [error_of(*pair) for _ in range(3) for pair in zip(with_gradients(*own), wanted, strict=True)]
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        with_gradients(*own)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        captured = with_gradients(*own)
-    for _ in range(3):
-        for each in own:
-            each.mul_(0.9)
-        graph.replay()
-        kept = [each.clone() for each in captured]
-        errors += [error_of(*pair) for pair in zip(kept, with_gradients(*own), strict=True)]
-    tp.release()
-    assert max(errors) < 0.02  # two products, each rounded to 8 bits
 
 
 # ---- layers for serving, whose tokens are on all ranks

@@ -1,17 +1,12 @@
-"""Products of tensor parallelism as registered operators: compiled, tuned while compiled, torch's checks."""
+"""Products of tensor parallelism as registered operators: compiled, in order, by torch's checks."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
-from tp_runs import assert_close, block, in_workspaces, tensor_of
+from tp_runs import in_workspaces, tensor_of
 
-from dist_autotune import contextual_autotune
 from dist_autotune.kernels import tp
-from dist_autotune.kernels.ag_gemm.plain import CANDIDATES as OF_GATHER
-from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
-from dist_autotune.kernels.gemm_rs.plain import CANDIDATES as OF_SCATTER
-from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
@@ -32,28 +27,6 @@ def test_a_compiled_layer_is_one_graph_with_the_same_bits(rank, save_gathered):
             result = function(x)
             results.append([result, *torch.autograd.grad(result.square().sum(), [x, up, gate, down, bias])])
         assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore:.* has not been tuned")  # at first they have not
-@in_workspaces(2, candidate=0)
-def test_kernels_of_a_compiled_forward_and_backward_are_tuned_in_context(rank):
-    all_gather_gemm.configs, gemm_reduce_scatter.configs = OF_GATHER[:2], OF_SCATTER[:2]
-    own = [tensor_of(rank, *shape) for shape in ((32, 32), (32, 32), (32, 32))]
-    layer = torch.compile(block, fullgraph=True, backend="aot_eager")
-
-    def step(function=layer):
-        result = function(*own)
-        return [result, *torch.autograd.grad((result / 100).square().sum(), own)]
-
-    wanted = step(block)
-    options = {"n_warmup": 0, "n_repeat": 1, "cache": False, "log_dir": None, "progress": False}
-    tuned = contextual_autotune(step, is_dist=True, **options)
-    for pair in zip(tuned(), wanted, strict=True):
-        assert_close(*pair)
-    assert tuned.settled
-    found = {(context.kernel, context.status) for context in tuned.report.contexts}
-    of_both = {(name, "tuned") for name in ("all_gather_gemm", "gemm_reduce_scatter", "gemm_rs way")}
-    assert {each for each in found if not each[0].startswith("ag_gemm ")} == of_both
 
 
 @in_workspaces(2)
