@@ -85,16 +85,3 @@ def test_launches_that_the_function_captures_itself_are_no_trials(bench, capture
     assert bench.blocks() == [16, 16, 32, 32]
     assert only(tuned.report).status == "tuned"
     assert bench.clock.marks == 2
-
-
-def test_a_launch_and_its_capture_in_one_run_are_one_sample(bench, kernel, capture):
-    def thunk():
-        launch(kernel, numbers())
-        with capture:
-            launch(kernel, numbers())
-
-    tuned = bench.tune(thunk)
-    tuned()
-    assert bench.blocks() == [16, 16, 32, 16, 32, 32]
-    assert bench.clock.marks == 2
-    assert list(only(tuned.report).timings.values()) == [3.0, 1.0]

@@ -179,20 +179,6 @@ def test_an_error_of_the_device_found_at_the_end_of_a_run_names_what_was_launche
     assert_named(records(RunFailed)[-1].error + f"{Path('.autotune_logs').absolute()}/rank-0.log")
 
 
-def test_all_ranks_end_when_one_ranks_device_breaks_and_all_name_the_config(quick_heartbeats):
-    def program(rank):
-        device = FakeDevice().install(pytest.MonkeyPatch())
-        ms = broken_at(device, torch.AcceleratorError, 32) if rank == 1 else lambda block: 0.01
-        return ending(on_device(device, ms, is_dist=True))
-
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    assert one.startswith("DeviceFailed: ")
-    assert zero.startswith("PeerFailed: rank 1 failed")
-    for text in (zero, one):
-        assert_named(text, rank=1)
-        assert "an illegal memory access" in text
-
-
 def test_an_error_of_the_device_that_the_function_raises_is_left_alone_and_told_elsewhere(quick_heartbeats):
     error = torch.AcceleratorError(ILLEGAL)
 

@@ -184,21 +184,6 @@ def test_a_directory_that_cannot_be_written_is_one_warning_and_tuning_works(benc
     bench.tune(lambda: launch(other, numbers()), cache=tmp_path / "file")()  # nor does this one warn
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"ms": {16: 3.0, 32: 1.0, 64: 2.0}}, {"function": double}, {"key": ("n", "x_ptr")}],
-    ids=["another candidate", "another source", "another key"],
-)
-def test_an_entry_is_not_used_when_the_kernel_changes(bench, kernel, change):
-    bench.tune(lambda: launch(kernel, numbers()))()
-    bench.forget()
-    changed = bench.kernel(**{"ms": {16: 3.0, 32: 1.0}, **change})
-    if "key" in change:
-        changed.keys = ["n", "n"]  # as a list of keys it is another, as a key it can be hashed
-    bench.tune(lambda: launch(changed, numbers()))()
-    assert len(bench.blocks()) == len(changed.configs) + 1
-
-
 @triton.jit
 def scaled(x_ptr, y_ptr, n, GROUP: triton.language.constexpr, BLOCK: triton.language.constexpr):
     pass

@@ -1,13 +1,10 @@
 """DIST_AUTOTUNE_MODE=strict: what is not tuned is an error, and nothing is launched."""
 
-import importlib
-import sys
-
 import pytest
 import torch
 from kernels_for_tests import is_outside, launch, no_bench, numbers, out_of_resources
 
-from dist_autotune import NotTuned, TuningError, WallClock, tunable
+from dist_autotune import NotTuned, TuningError, tunable
 
 
 @pytest.fixture
@@ -47,41 +44,6 @@ def test_a_key_that_is_not_tuned_is_an_error_that_names_it_and_its_neighbours(
         )
     assert bench.blocks() == []
     assert torch.equal(shipped(64), numbers() + 1)
-
-
-KERNEL = """
-import triton, triton.language as tl
-
-@triton.jit
-def helper(x):
-    return x + 1
-
-@triton.autotune([triton.Config({"BLOCK": block}) for block in (16, 32)], key=["n"])
-@triton.jit
-def add(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y_ptr + offs, helper(tl.load(x_ptr + offs, mask=offs < n)), mask=offs < n)
-"""
-
-
-@pytest.fixture
-def tune_kernel_of(bench, tmp_path, monkeypatch):
-    """Return what imports a text as a module of a name, and tunes its kernel."""
-
-    def tune_kernel(name, text):
-        (tmp_path / f"{name}.py").write_text(text)
-        monkeypatch.syspath_prepend(str(tmp_path))
-        monkeypatch.delitem(sys.modules, name, raising=False)
-        module = importlib.import_module(name)
-        return bench.tune(lambda: launch(module.add, numbers()), n_repeat=1, n_warmup=0, clock=WallClock())
-
-    return tune_kernel
-
-
-def test_the_same_source_under_another_module_s_name_is_the_same_kernel(tune_kernel_of, strict):
-    tune_kernel_of("original", KERNEL)()
-    strict()
-    assert torch.equal(tune_kernel_of("vendored", KERNEL)(), numbers() + 1)
 
 
 def test_a_provisional_result_does_not_count(bench, strict):

@@ -4,10 +4,9 @@ import contextlib
 import io
 import re
 import sys
-from typing import Any
 
 import pytest
-from kernels_for_tests import Bench, launch, numbers
+from kernels_for_tests import Bench
 from rich.cells import cell_len
 
 from dist_autotune.logs.progress import Progress
@@ -116,14 +115,7 @@ def closed() -> io.StringIO:
 
 @pytest.mark.parametrize("stderr", [None, closed(), object()], ids=["none", "closed", "no stream"])
 def test_a_program_may_have_no_stderr(monkeypatch, stderr):
-    tuned = tune()
+    tuned = Bench().tuned({16: 3.0, 32: 1.0}, name="step", progress=None)
     monkeypatch.setattr(sys, "stderr", stderr)
     tuned()
     assert tuned.settled
-
-
-def tune(thunk: Any = lambda: None, **options: Any) -> Any:
-    bench = Bench()
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    chosen = {"name": "step", "progress": None, **options}
-    return bench.tune(lambda: (launch(kernel, numbers()), thunk()), **chosen)

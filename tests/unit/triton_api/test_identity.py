@@ -1,12 +1,14 @@
 """Names that are the same text on every rank and in every process, or an error that says why not."""
 
 import enum
+import importlib
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -214,6 +216,15 @@ def test_an_entry_of_another_triton_has_the_digests_of_this_one(module):
 def test_the_digest_covers_what_the_kernel_is_made_of(module, change, same_digest, same_texts):
     one, other = kernel_source(module().tuned.base_fn), kernel_source(module(**change).tuned.base_fn)
     assert ((one.digest == other.digest), (one.texts == other.texts)) == (same_digest, same_texts)
+
+
+def test_the_same_source_in_a_module_of_another_name_is_the_same_kernel(module, monkeypatch):
+    original = module()
+    Path(original.__file__).with_name("vendored.py").write_text(Path(original.__file__).read_text())
+    vendored = importlib.import_module("vendored")
+    monkeypatch.delitem(sys.modules, "vendored")
+    one, other = kernel_identity(original.tuned), kernel_identity(vendored.tuned)
+    assert (one.short_name, one.digest) == (other.short_name, other.digest)
 
 
 def test_a_closure_is_told_apart_by_what_it_captures():
