@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..formatting import counted, format_ms, format_percent
 from .context import Context
@@ -56,6 +56,11 @@ class Forecast:
 class RunsMade:
     """The runs of a session so far."""
 
+    admitting: set[int] = field(default_factory=set)  # in which searches have begun
+    idle: int = 0  # without a trial, in a row
+    is_sample: bool = False  # the time of the last one as a whole was one
+    has_compared: bool = False  # steps, as they were and are
+    pays_back: bool = False  # the next one, behind the last trial
     trials: int = 0
     waits: int = 0  # online: for a trial's time
     held: int = 0  # online: until candidates were compiled

@@ -46,7 +46,6 @@ class SearchState:
         self.apart = 0  # so many runs without a trial come before the next exchange
         self.done = False
         self.closing = not rules.tunes
-        self.has_counted_run = False  # the time of the last run as a whole was a sample
         self.remark = ""
         self.verify_bits = VerifyBits(self.contexts, rules.bits) if rules.verifies else None
         self._race_launches = RaceLaunches(self.contexts)
@@ -54,14 +53,10 @@ class SearchState:
         self._left_race: RaceRuns | None = None  # the last session was cut short in it
         self._comparison = FinalComparison(self.contexts, rules)
         self.results = FinalResults(self.contexts, rules, self._comparison, self.verify_bits)
-        self._admitting: set[int] = set()  # the runs of the session in which searches have begun
-        self._idle_runs = 0
         self._sessions = 0
         self._made = RunsMade()
         self.pace = Pace(rules.overhead if rules.mode == "online" else None, rules.free_s)
-        self._pays_back = False  # the next run, behind the last trial
         self.steps = StepComparison(self.contexts, rules)
-        self._has_compared = False  # steps, in this session
 
     @property
     def unsettled(self) -> Iterator[Context]:
@@ -82,6 +77,11 @@ class SearchState:
         return self.verify_bits is not None and (self.verify_bits.compares or not self.runs)
 
     @property
+    def has_counted_run(self) -> bool:
+        """Whether the time of the last run as a whole was a sample."""
+        return self._made.is_sample
+
+    @property
     def run_phase(self) -> RunPhase | None:
         """Return the phase in which whole runs are compared, if it is under way."""
         if not self.steps.is_over:
@@ -96,7 +96,7 @@ class SearchState:
     @property
     def has_work(self) -> bool:
         """Whether runs go on: something is unsettled, or a session for a new key has launched nothing yet."""
-        if self.run_phase is not None or self._pays_back or any(self.unsettled):
+        if self.run_phase is not None or self._made.pays_back or any(self.unsettled):
             return True
         may_wait = self.rules.tunes and self._sessions > 1 and not self.closing
         has_launched = any(context.last_run > 0 for context in self.contexts.values())
@@ -143,11 +143,10 @@ class SearchState:
         """Begin a session: take up what earlier ones left unfinished."""
         before, self._made = self.runs, RunsMade()
         self._sessions += 1
-        self.runs = self.apart = self._idle_runs = 0
+        self.runs = self.apart = 0
         self.pace.open()
-        self._pays_back = self._has_compared = False
         self.steps.open()
-        self.done, self.closing, self.remark, self._admitting = False, not self.rules.tunes, "", set()
+        self.done, self.closing, self.remark = False, not self.rules.tunes, ""
         self._comparison.is_over, self.race_runs, self._left_race = True, self._left_race, None
         for context in self.contexts.values():
             # Runs without a launch count on: sessions that are cut short would begin with as many each.
@@ -185,20 +184,16 @@ class SearchState:
         """Set the results of earlier sessions aside until they are launched: they cost a run nothing."""
         if self._left_race is not None or self.race_runs is not None or self.verify_bits is not None:
             return  # which compare them
+        if self._comparison.is_under_way_or_left:
+            return
         for name, context in list(self.contexts.items()):
-            if (
-                context.is_lasting
-                and self.results.is_final(context)
-                and not self._comparison.is_under_way_or_left
-            ):
+            if context.is_lasting and self.results.is_final(context):
                 self.kept[name] = self.contexts.pop(name)
 
     def drop(self, keeps: Container[str]) -> None:
         """Drop searches under way, what nothing works for, and contexts that others do not keep."""
         self.kept = {name: context for name, context in self.kept.items() if name in keeps}
-        for name in [
-            n for n, each in self.contexts.items() if n not in keeps or not self.results.stays(each)
-        ]:
+        for name in [n for n, c in self.contexts.items() if n not in keeps or not self.results.stays(c)]:
             del self.contexts[name]
             self._comparison.defaults.pop(name, None)
             self.results.forget(name)
@@ -235,10 +230,10 @@ class SearchState:
         patience = STARVED_RUNS[self.rules.mode]
         if any(outcome.kind == "sample" for outcome in outcomes.values()):
             self.pace.saved_s = sum(context.saved_ms for context in self.contexts.values()) / 1e3
-        self.has_counted_run = False
+        self._made.is_sample = False
         if run_phase is not None:
             run_phase.record(report, patience=patience)
-            self.has_counted_run = run_phase.has_counted
+            self._made.is_sample = run_phase.has_counted
             outcomes |= run_phase.outcomes
             self.remark = run_phase.remark or self.remark
         self._starve(patience)
@@ -257,13 +252,13 @@ class SearchState:
     def _end_online(self) -> None:
         """Behind the last trial, compare steps as they were and are; then pay back what was overspent."""
         may_end = not (self.closing or self.run_phase is not None or any(self.unsettled))
-        if may_end and self.pace.is_felt and not self._has_compared:
-            self._has_compared = True
+        if may_end and self.pace.is_felt and not self._made.has_compared:
+            self._made.has_compared = True
             self.steps.begin()
             may_end = self.steps.is_over
         if self.steps.gain is not None:
             self.pace.count_gain(self.steps.gain.gain_ms / 1e3)
-        self._pays_back = may_end and self.pace.pays_back()
+        self._made.pays_back = may_end and self.pace.pays_back()
 
     def _apply_plan(self) -> None:
         """Let each context launch what the phase under way plans, else its incumbent."""
@@ -280,7 +275,7 @@ class SearchState:
         """Count the runs without a trial that come before the next exchange: none while news is awaited."""
         awaits = self.tries or any(context.waiting for context in self.contexts.values())
         awaits |= self.run_phase is not None and self.run_phase.waiting
-        may_wait = self.pace.holds or self._pays_back or self._is_compiling
+        may_wait = self.pace.holds or self._made.pays_back or self._is_compiling
         wanted = self.pace.steps_apart if may_wait and not awaits else 0
         left = math.inf if self.rules.max_runs is None else self.rules.max_runs - self.runs - 2
         self.apart = int(max(min(wanted, left), 0))
@@ -305,11 +300,11 @@ class SearchState:
     def _end_if_idle(self, report: AgreedRun, *, is_idle: bool, was_closing: bool) -> None:
         """End the session after a run without a trial, once all ranks launch the settled configs."""
         bits = self.verify_bits
-        self._idle_runs = self._idle_runs + 1 if is_idle else 0
+        self._made.idle = self._made.idle + 1 if is_idle else 0
         if is_idle:
             launched = [context for name, context in self.contexts.items() if name in report.launched]
             as_settled = all(report.ran(c.name) == c.digests[c.incumbent] for c in launched)
-            self.done = as_settled or was_closing or self._idle_runs == IDLE_RUNS
+            self.done = as_settled or was_closing or self._made.idle == IDLE_RUNS
         if bits is not None:
             self.done = self.done and bits.accepts(report, closing=self.closing)
             self.remark = bits.remark or self.remark
@@ -365,14 +360,14 @@ class SearchState:
         elif self.closing or self._is_too_late():
             context.settle(Status.PARTIAL)
         else:
-            self._admitting.add(self.runs)
+            self._made.admitting.add(self.runs)
             self._begin(context, max(self.runs - 1, 0))
 
     def _is_too_late(self) -> bool:
         """Return whether new contexts are left to other sessions; never those that a new option brings."""
         is_late = self.runs > ADMISSION_RUNS
         if self.rules.mode == "online":  # shapes come as the data does: the runs count that brought any
-            is_late = len(self._admitting | {self.runs}) > ADMISSION_RUNS
+            is_late = len(self._made.admitting | {self.runs}) > ADMISSION_RUNS
         return is_late and not (self.race_runs is not None and self.race_runs.admits)
 
     def _begin(self, context: Context, run: int) -> None:
