@@ -35,7 +35,7 @@ from ranks import meet
         (3, (0, 9, 30), "any", {"scattering": STORING_CHOSEN}),
         (4, (8, 5, 17, 3), "any", {"scattering": STORING_CHOSEN}),
     ],
-    ids=str,
+    ids=lambda value: "by stores" if "scattering" in str(value) else str(value),
 )
 @on_ranks()
 def test_both_operations_of_a_layer_may_share_a_sorting(rank, world, tokens, kind, options):
