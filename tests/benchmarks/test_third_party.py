@@ -9,7 +9,6 @@ from typing import Any
 from programs import printed, start_program
 
 from benchmarks import third_party
-from dist_autotune import TuningReport
 from ranks import assert_all_ok
 
 SCRIPT = """
@@ -63,13 +62,3 @@ def test_a_script_is_tuned_and_its_bundle_leaves_nothing_to_try(tmp_path: Path, 
     (again,) = arms["restarted"]["reports"]
     assert [context["status"] for context in again["contexts"]] == ["cached"]
     assert not again["outlook"]
-
-
-def test_steps_beside_a_session_are_no_settled_ones() -> None:
-    ended = third_party.Ended(ms=[90.0, 50.0, 50.0], reports=[TuningReport(runs=3, contexts=())])
-    assert third_party.row("tuned", ended)[2:4] == ("-", "-")
-    (note,) = third_party.notes({"tuned": ended})
-    assert "not settled after 3 steps" in note
-    ended.ms.append(40.0)
-    assert third_party.row("tuned", ended)[2:4] == ("40.00", "1.25")
-    assert third_party.notes({"tuned": ended}) == []

@@ -18,28 +18,6 @@ from ranks import assert_all_ok, describe, meet, run_ranks
 # ---- somebody does not come
 
 
-@pytest.mark.parametrize(
-    ("late", "init", "first"),
-    [(0, "file", True), (1, "tcp", True), (0, "tcp", False)],
-    ids=str,
-)
-def test_a_late_rank_learns_that_it_was_given_up_and_the_next_exchange_works(init, late, first):
-    def program(rank, note):
-        if not first:
-            exchange(rank)
-        if rank == late:
-            wait_for(note.exists)
-        else:
-            meet(*(other for other in range(3) if other != late))
-        with pytest.raises(AgreementTimeout) as caught:
-            exchange(rank, SHORT_S)
-        assert caught.value.missing_ranks == (late,)
-        note.touch()
-        return exchange(rank)
-
-    assert assert_all_ok(run_ranks(program, 3, Path.cwd() / "given up", init=init)) == [[0, 1, 2]] * 3
-
-
 @pytest.mark.parametrize("store", ["in another process", "on rank 0"])
 def test_the_timeout_holds_for_a_stopped_rank_0_and_all_go_on_when_it_wakes(store):
     timeout_s, here = 3 * SHORT_S, Path.cwd()

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 import triton
-from kernels_for_tests import KEY, Probe, block_of, double, entries, grid_of, launch, no_bench, numbers, only
+from kernels_for_tests import KEY, Probe, block_of, double, grid_of, launch, no_bench, numbers, only
 from triton import knobs
 from triton.runtime.autotuner import Autotuner
 
@@ -149,23 +149,6 @@ def test_online_the_log_says_nothing_more_of_a_settled_context_in_each_run(bench
 
 
 # ---- what the next process finds on disk, and what it must not use
-
-
-def test_the_next_start_finds_the_winners(bench, tmp_cache):
-    def start():
-        kernel = bench.kernel({16: 3.0, 32: 1.0})
-        tuned = bench.tune(lambda: [launch(kernel, numbers(n)) for n in (64, 128)])
-        tuned()
-        return kernel, tuned.report
-
-    start()
-    bench.forget()
-    kernel, report = start()
-    assert bench.blocks() == [32, 32]
-    assert report.runs == 1
-    assert [(c.status, block_of(c.config), c.ms) for c in report.contexts] == [("cached", 32, 1.0)] * 2
-    assert block_of(kernel.cache[KEY]) == 32
-    assert len(entries(tmp_cache)) == 2
 
 
 def test_a_directory_that_cannot_be_written_is_one_warning_and_tuning_works(bench, kernel, tmp_path):

@@ -251,27 +251,6 @@ def test_a_plan_that_has_not_met_the_default_one_is_provisional_and_the_next_cal
 # ---- online
 
 
-def test_online_a_context_starves_after_64_runs_and_resumes_when_launched_again(bench):
-    one, other = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 2.0, 32: 1.0}, double)
-
-    def thunk(with_other):
-        launch(one, numbers())
-        if with_other:
-            launch(other, numbers())
-
-    tuned = bench.tune(thunk, mode="online", n_repeat=2)
-    tuned(True)
-    for _ in range(70):
-        tuned(False)
-    statuses = {context.kernel: context.status for context in tuned.report.contexts}
-    assert statuses == {"add": "tuned", "double": "starved"}
-    for _ in range(8):
-        tuned(True)
-    assert bench.blocks("double")[-1] == 32
-    assert other.best_config.kwargs["BLOCK"] == 32
-    assert tuned.settled
-
-
 def test_online_keys_that_each_come_once_are_admitted_in_sixteen_runs_and_the_session_ends(bench, kernel):
     tuned = bench.tune(lambda n: launch(kernel, numbers(n)), mode="online")
     for n in range(1, 200):
