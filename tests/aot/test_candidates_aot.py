@@ -100,29 +100,24 @@ def test_other_layouts_types_and_sizes_fit_like_the_plain_one(kernel, config, op
         assert early_load(compiled.asm["ttgir"]) is None
 
 
-def test_rows_for_a_peer_are_stored_by_16_bytes_and_counted_and_told_to_the_peer_at_system_scope():
-    ptx = GATHER.compile(GATHER.candidates[8], STORERS=16).asm["ptx"]
-    assert ptx.count("st.global.v4.b32") == 8192 // 8 // 128  # a block, by 128 threads
+FOR_A_PEER = {  # a kernel, its candidate, its option, and how many stores of 16 bytes a thread makes
+    "rows": (GATHER, 8, {"STORERS": 16}, 8192 // 8 // 128),  # a block, by 128 threads
+    "a tile": (SCATTER, 0, {"STORES": True}, 2 * 128 * 256 // 8 // 256),  # there and here, by 256 threads
+    "sums of tokens": (COMBINE, 0, {"STORES": True}, None),  # as many as of pushed ones
+}
+
+
+@pytest.mark.parametrize(("kernel", "index", "option", "stores"), FOR_A_PEER.values(), ids=FOR_A_PEER)
+def test_what_is_for_a_peer_is_stored_by_16_bytes_and_counted_and_told_to_it_at_system_scope(
+    kernel, index, option, stores
+):
+    config = kernel.candidates[index]
+    ptx = kernel.compile(config, **option).asm["ptx"]
+    if stores is None:
+        stores = kernel.compile(config, STORES=False).asm["ptx"].count("st.global.v4.b32")
+    assert ptx.count("st.global.v4.b32") == stores
+    assert kernel is not SCATTER or "st.global.b16" not in ptx
     assert re.search(r"atom\.global\.sys\.acq_rel\.add", ptx)  # a program's share
-    assert re.search(r"atom\.global\.sys\.release\.exch", ptx)  # all of them
-
-
-def test_a_tile_for_a_peer_is_stored_by_16_bytes_and_counted_and_told_to_the_peer_at_system_scope():
-    ptx = SCATTER.compile(SCATTER.candidates[0], STORES=True).asm["ptx"]
-    assert (
-        ptx.count("st.global.v4.b32") == 2 * 128 * 256 // 8 // 256
-    )  # for a peer and of this rank, by 256 threads
-    assert "st.global.b16" not in ptx
-    assert re.search(r"atom\.global\.sys\.acq_rel\.add", ptx)  # a tile
-    assert re.search(r"atom\.global\.sys\.release\.exch", ptx)  # a chunk
-
-
-def test_sums_of_tokens_for_a_peer_are_stored_by_16_bytes_and_counted_and_told_to_it_at_system_scope():
-    ptx, pushed = (
-        COMBINE.compile(COMBINE.candidates[0], STORES=stores).asm["ptx"] for stores in (True, False)
-    )
-    assert ptx.count("st.global.v4.b32") == pushed.count("st.global.v4.b32")
-    assert re.search(r"atom\.global\.sys\.acq_rel\.add", ptx)  # a program's blocks of a stage
     assert re.search(r"atom\.global\.sys\.release\.exch", ptx)  # all of them
 
 

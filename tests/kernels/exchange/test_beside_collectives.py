@@ -21,10 +21,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense_runs import SCATTERING_SUMS
-from every_operation import WITH_COLLECTIVES, each
 from expert_runs import SCATTERING, STORING_CHOSEN
-from operation_runs import GPU_BACKENDS, message_of, on_ranks
-from operations import HALF, Runs, replays_among_eager_calls
+from operation_runs import message_of, on_ranks
+from operations import HALF, Runs
 from triton.runtime import interpreter
 
 from dist_autotune.kernels.exchange.flags import DONE
@@ -174,20 +173,3 @@ def test_a_peer_that_does_not_permit_a_captured_push_is_named_and_later_replays_
     fork = op._flags.local[DONE.value, rank].data_ptr()
     assert set(waits) <= {fork}  # what waited was a kernel, and kernels have patience
     op.abandon()
-
-
-# ---- on GPUs
-
-
-@pytest.fixture
-def one_hardware_queue(monkeypatch):
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # of the ranks: before they start CUDA
-
-
-@pytest.mark.usefixtures("one_hardware_queue")
-@pytest.mark.gpu(devices=2, seconds=25)
-@pytest.mark.parametrize("backend", GPU_BACKENDS)
-@each(WITH_COLLECTIVES)
-@on_ranks(2, timeout_s=240)
-def test_replays_among_eager_calls_are_right_where_all_streams_share_a_hardware_queue(rank, runs, backend):
-    return replays_among_eager_calls(rank, runs, backend)

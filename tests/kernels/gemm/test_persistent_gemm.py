@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from dense_runs import error_ratio
 from gemm_runs import check, layouts_and_types, matrix, poisoned, schedules
 from operation_runs import DEVICE
 
-from dist_autotune import contextual_autotune
 from dist_autotune.kernels.gemm.configs import PLAIN_CANDIDATES
 from dist_autotune.kernels.gemm.operation import plain_gemm
 from dist_autotune.kernels.persistent_gemm import VARIANTS, persistent_matmul
@@ -46,25 +44,6 @@ def test_the_result_has_the_type_of_a_or_the_one_asked_for():
     a, b = matrix(8, 8, torch.bfloat16), matrix(8, 8, torch.bfloat16)
     assert persistent_matmul(a, b).dtype is torch.bfloat16
     assert persistent_matmul(a, b, out_dtype=torch.float32).dtype is torch.float32
-
-
-def test_it_is_tuned_in_context_for_each_number_of_programs(monkeypatch):
-    monkeypatch.setattr(plain_gemm, "configs", PLAIN_CANDIDATES)
-    a, b = matrix(33, 65, torch.float16), matrix(65, 48, torch.float16)
-    errors = []
-
-    @contextual_autotune(n_warmup=0, n_repeat=1, cache=False, log_dir=None, progress=False)
-    def call():
-        for programs in (1, 3):
-            errors.append(error_ratio(persistent_matmul(a, b, programs=programs), a, b.T))
-
-    call()
-    place = plain_gemm.keys.index("programs")
-    assert {context.key[place] for context in call.report.contexts} == {1, 3}
-    for context in call.report.contexts:
-        assert (context.kernel, context.status) == ("plain_gemm", "tuned")
-        assert len(context.timings) == 2  # the third tile is more than twice as large as the matrix
-    assert max(errors) < 1
 
 
 # ---- wrong calls
