@@ -17,8 +17,6 @@ from launch_path import (
 )
 from settled_cases import ALL, Caller, Launches
 
-from dist_autotune import contextual_autotune
-from dist_autotune.compilation import preflight as compiling
 from dist_autotune.kernels.launches import settled as settled_launches
 
 
@@ -95,24 +93,3 @@ def test_another_choice_of_the_tuner_is_followed_at_once(world, asked):
     assert len(asked) == 2  # and then the short way again
     assert [world.named(made)["BLOCK_N"] for made in taken] == [world.of.others.kwargs["BLOCK_N"]] * 2
     assert world.compared(taken[0]) == world.compared(taken[1])
-
-
-def test_it_is_tuned_in_context_and_then_settles(world, monkeypatch):
-    monkeypatch.setattr(compiling, "current_device", lambda: 0)
-    monkeypatch.setattr(world.of.kernel, "configs", [*world.of.tiles, world.of.others])
-    caller = world.caller()
-    options = {"n_warmup": 0, "n_repeat": 1, "log_dir": None, "cache": False, "progress": False}
-    tuned = contextual_autotune(caller.call, **options)
-    tuned()
-    (context,) = [each for each in tuned.report.contexts if " " not in each.kernel]  # no choice of the host
-    assert (context.status, context.banned, len(context.timings)) == ("tuned", {}, 3)
-    tried = [
-        {name: values[name] for name in world.of.others.kwargs}
-        for values in map(world.named, world.device.launches)
-    ]
-    assert all(config.kwargs in tried for config in world.of.kernel.configs)
-    (choice,) = world.of.kernel.cache.values()
-    after = [world.launched(caller) for _ in range(2)]  # the second is sure to be the short way
-    for values in map(world.named, after):
-        assert {name: values[name] for name in choice.kwargs} == choice.kwargs
-    assert world.compared(after[0]) == world.compared(after[1])
