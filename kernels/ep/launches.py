@@ -60,12 +60,29 @@ class Dispatched:
         return Dispatched(rows, self.offsets, self.sources, self.places, self.topk_ids)
 
 
+def check_is_dispatched(d: Dispatched) -> None:
+    if not isinstance(d, Dispatched):
+        name = type(d).__name__
+        raise TypeError(f"d is a {name}; what dispatch or dispatch_matmul returned is needed")
+
+
 class Sizes(NamedTuple):
     tokens: int  # of a rank, at most
     hidden: int
     experts: int  # of a rank
     topk: int
     capacity: int  # rows of a rank
+
+    def check_dispatched(self, d: Dispatched) -> None:
+        """Raise unless `d` is a dispatch of an operation of these sizes: kernels index with what it holds."""
+        check_is_dispatched(d)
+        topk = d.topk_ids.shape[1]
+        given = topk, len(d.places) // topk, len(d.offsets) - 1, len(d.sources)
+        needed = self.topk, self.tokens, self.experts, self.capacity
+        if given != needed:
+            text = "topk={}, {} tokens of a rank, {} experts of a rank, capacity={}"
+            other = f"d is of an operation with other sizes: {text.format(*given)}"
+            raise ValueError(f"{other}; {text.format(*needed)} are needed")
 
 
 class Launches:

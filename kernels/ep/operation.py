@@ -17,7 +17,7 @@ from ..moe.launch import check_experts, size_class
 from ..moe.tokens import check_choices, check_weights
 from ..signals import Failure, read_failure
 from ..tensors import Apart, check_fp8, check_no_gradient, check_out, check_sizes, check_tensor, check_ways
-from .launches import Dispatched, Launches, Sizes
+from .launches import Dispatched, Launches, Sizes, check_is_dispatched
 from .slots import NOT_DISPATCHED, NOT_RETURNED, OTHER_FORMAT, OVER_CAPACITY, SCALED
 
 MOST_POSITIONS = 2**30  # choices of all ranks, in two slots of int32 positions
@@ -170,6 +170,7 @@ class ExpertParallel(NumberedCalls):
         """
         check_no_gradient("ExpertParallel.matmul", rows=rows, weight=weight)
         self._check_usable()
+        check_is_dispatched(d)
         self._check_product(rows, weight, d, None)
         return self._launches.product(rows, weight, d)
 
@@ -188,13 +189,15 @@ class ExpertParallel(NumberedCalls):
             self._check_experts(weight, self.hidden)
         elif kind == BACKWARD:
             grad, rows, d, topk_weights = given_to
+            self._launches.sizes.check_dispatched(d)
             self._check_tokens("grad", grad, d.topk_ids)
-            self._check_rows(rows, d)
+            self._check_rows(rows)
             check_weights(topk_weights, d.topk_ids)
         else:
             rows, *weight, d, topk_weights, out = given_to
+            self._launches.sizes.check_dispatched(d)
             if kind == COMBINE:
-                self._check_rows(rows, d)
+                self._check_rows(rows)
             else:
                 self._check_product(rows, weight[0], d, self.hidden)
             check_weights(topk_weights, d.topk_ids)
@@ -348,9 +351,9 @@ class ExpertParallel(NumberedCalls):
         if self._on_gpu:
             check_fp8(self.device)
 
-    def _check_rows(self, rows: torch.Tensor, d: Dispatched) -> None:
+    def _check_rows(self, rows: torch.Tensor) -> None:
         check_tensor("rows", rows, self.dtype, self.device)
-        if rows.shape != (len(d.sources), self.hidden) or len(rows) != self.capacity:
+        if rows.shape != (self.capacity, self.hidden):
             raise ValueError(
                 f"rows have shape {list(rows.shape)}; [C={self.capacity}, hidden={self.hidden}] is needed"
             )

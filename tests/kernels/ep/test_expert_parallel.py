@@ -227,6 +227,29 @@ def test_wrong_arguments_are_refused(rank):
             op.matmul_combine(d.rows[:3], torch.randn(3, HIDDEN, HIDDEN), d, torch.ones(4, 2))
 
 
+@on_ranks(2)
+def test_a_dispatch_of_other_sizes_is_refused_before_anything_of_it_is_read(rank):
+    with opened(topk=1) as op, opened(topk=2, capacity=2 * TOKENS) as other:  # rows of both are of one shape
+        x, square = torch.randn(4, HIDDEN), own_part(op, matrices(6, HIDDEN, HIDDEN))
+        d = op.dispatch(x, torch.zeros(4, 1, dtype=torch.int64))
+        of_other = other.dispatch(x, torch.zeros(4, 2, dtype=torch.int64))
+        weights = torch.ones(4, 2)
+        for wrong, error, told in (
+            (None, TypeError, "d is a NoneType; what dispatch or dispatch_matmul returned is needed"),
+            (of_other, ValueError, r"d is of an operation with other sizes: topk=2, .*; topk=1, .* are"),
+        ):
+            for call in (
+                lambda d: op.combine(of_other.rows, d, weights),
+                lambda d: op.matmul_combine(of_other.rows, square, d, weights),
+                lambda d: op.combine_backward(x, of_other.rows, d, weights),
+            ):
+                with pytest.raises(error, match=told):
+                    call(wrong)
+        with pytest.raises(TypeError, match="d is a NoneType"):
+            op.matmul(of_other.rows, square, None)
+        op.combine(d.rows, d, torch.ones(4, 1))
+
+
 @on_ranks(2, timeout_s=60)
 @pytest.mark.parametrize(
     "kind", ["dispatch", "dispatch_matmul", "combine", "matmul_combine", "combine_backward"]
