@@ -1,7 +1,5 @@
 """That exchanges in virtual time take about what they have taken on four GPUs."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.simulation.exchanges import GATHERS, SCATTERS, each_chunk, pushed, work_of

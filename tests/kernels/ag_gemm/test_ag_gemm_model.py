@@ -1,7 +1,5 @@
 """The source of AllGatherGemm's warp-specialised kernel, run on the CPU beside late and dead ranks."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable, Iterator
@@ -35,7 +33,7 @@ def narrow_tiles() -> Iterator[None]:
 class GatherBuffer(Descriptor):
     """Raises when rows are loaded that this task cannot know to be there, and whose rank is not given up."""
 
-    scene: Scene
+    scene: "Scene"
 
     def may_load(self, coord: list[int]) -> None:
         chunk, row = divmod(coord[0], self.scene.capacity)

@@ -1,7 +1,5 @@
 """Exchanges in one launch each way, of several ranks at the same time on one GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from host_as_peer import DEVICE, DTYPE, on_one_gpu
@@ -51,7 +49,7 @@ class Rank:
             rows = rows * ((self.op.rank * own + expert) % 4 + 1)[:, None].to(DTYPE)
         self.y = self.op.combine(rows, d, self.weights[: self.tokens])
 
-    def check(self, ranks: list[Rank]) -> None:
+    def check(self, ranks: list["Rank"]) -> None:
         """Assert what this rank has got from all of them."""
         own = EXPERTS // len(ranks)
         chosen = torch.cat([each.ids[: each.tokens] for each in ranks])

@@ -1,7 +1,5 @@
 """Kernels of several ranks that store into each other's memory, at the same time on one GPU."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -3,8 +3,6 @@
 What it promises as other operations do is in `exchange/test_every_operation.py`.
 """
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

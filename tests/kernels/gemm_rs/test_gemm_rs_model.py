@@ -1,7 +1,5 @@
 """The source of GemmReduceScatter's warp-specialised kernel, run on the CPU beside late and dead ranks."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import itertools

@@ -3,8 +3,6 @@
 Cases marked `gpu` repeat on GPUs.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from every_operation import EXPERTS, each

@@ -3,8 +3,6 @@
 What both promise is in `test_moe_failures.py`.
 """
 
-from __future__ import annotations
-
 from expert_runs import GATHERING, SCATTERING, Scattering, routed_layers, same_call_twice
 from operation_runs import end_of, message_of, on_ranks
 from operations import HALF

@@ -1,7 +1,5 @@
 """That choices are sorted as the tables say, whatever they are; that hosts tell each other their tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

@@ -1,7 +1,5 @@
 """That both operations of a layer may share one sorting of its choices: results, mistakes, dead peers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from expert_runs import GATHERING as gathering

@@ -20,13 +20,11 @@ def kernel(warps=8, shared=160_000, registers=168, ctas=1):
     )
 
 
-@pytest.mark.parametrize(("programs", "expected"), [(132, 1000), (100, 758), (66, 500), (4096, 1000), (1, 8)])
-def test_a_program_that_needs_an_sm_holds_one(programs, expected):
-    assert share(programs, kernel(), H200) == expected
+SMALL = {"warps": 4, "shared": 0, "registers": 32}
+HELD = [*((n, {}, share) for n, share in ((132, 1000), (100, 758), (66, 500), (4096, 1000), (1, 8)))]
+HELD += [(132, SMALL, 500), (66, SMALL, 250), (132 * 16, SMALL, 1000)]
 
 
-def test_small_programs_hold_half_of_each_sm_until_they_are_many():
-    small = kernel(warps=4, shared=0, registers=32)
-    assert share(132, small, H200) == 500
-    assert share(66, small, H200) == 250
-    assert share(132 * 16, small, H200) == 1000
+@pytest.mark.parametrize(("programs", "size", "expected"), HELD)
+def test_a_program_that_needs_an_sm_holds_one(programs, size, expected):
+    assert share(programs, kernel(**size), H200) == expected
