@@ -183,7 +183,7 @@ def read_reports(
 
     may_differ: facts that ranks need not share. sources: of kernels, as reported before.
     """
-    read = {rank: decode(data) for rank, data in reports.items()}
+    read: dict[int, Message] = {rank: decode(data) for rank, data in reports.items()}
     names = sorted({name for message in read.values() for name in message.facts} - {*SAID_FIRST, *may_differ})
     for name in (*SAID_FIRST, *names):
         values = values_of(read, name)

@@ -45,7 +45,7 @@ class RankRun:
     def __init__(self, state: FunctionState, log: Recorder) -> None:
         options, clock = state.function.options, state.function.clock
         self.launched: set[str] = set()  # contexts, in any run so far
-        self.has_sample = self.has_time = False  # a run was a sample here, and one of them gave a time
+        self.has_time: bool | None = None  # some sample here has given one; None: no run was a sample
         self.shares_clock = False  # all ranks read one monotonic clock
         self._whole = Samples(clock)  # of whole runs
         self._replays = GraphReplays()
@@ -222,7 +222,8 @@ class RankRun:
         counts, waiting = order.counts, order.is_pending
         if whole.report is not None and not waiting:
             self._log.record_whole_run(run, whole, counts=counts)
-            self.has_time |= counts and whole.sample is not None
+            if counts and whole.sample is not None:
+                self.has_time = True
         for rank_context in registry.reported():
             context = orders.contexts[rank_context.name]
             outcome = order.outcomes[rank_context.name]
@@ -230,8 +231,8 @@ class RankRun:
             if is_news and (rank_context.run.count or rank_context.samples.is_read):
                 self._log.record_trial(run, context, rank_context, outcome, whole)
             if outcome.kind == "sample":
-                self.has_sample = True
-                self.has_time |= outcome.judge == BY_LAUNCH and rank_context.samples.sample is not None
+                by_launch = outcome.judge == BY_LAUNCH and rank_context.samples.sample is not None
+                self.has_time = bool(self.has_time) or by_launch
         registry.apply_outcomes(orders.contexts, order.outcomes, late_ms=order.late_ms)
         whole.apply_outcome(waiting=waiting, counts=counts, late_ms=order.late_ms)
 

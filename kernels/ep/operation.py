@@ -354,9 +354,8 @@ class ExpertParallel(NumberedCalls):
     def _check_rows(self, rows: torch.Tensor) -> None:
         check_tensor("rows", rows, self.dtype, self.device)
         if rows.shape != (self.capacity, self.hidden):
-            raise ValueError(
-                f"rows have shape {list(rows.shape)}; [C={self.capacity}, hidden={self.hidden}] is needed"
-            )
+            needed = f"[C={self.capacity}, hidden={self.hidden}]"
+            raise ValueError(f"rows have shape {list(rows.shape)}; {needed} is needed")
 
     def _check_experts(self, weight: torch.Tensor, inner: int, columns: int | None = None) -> None:
         check_experts(weight, inner, self.dtype, self.device)
