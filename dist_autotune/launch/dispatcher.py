@@ -123,10 +123,13 @@ class Dispatcher:
 
     def _is_fixed(self, call: CallUnderWay, context: RankContext) -> bool:
         """Return whether further launches of this call take the same config, and report nothing."""
-        if call.is_of_session and self.function.options.mode == "online":  # nothing is copied before a launch
-            is_apart = not call.tunes and self._model_apart is not None
-            return context.stage is Stage.SETTLED or (is_apart and context.order is not None)
-        return self._is_settled(call, context)
+        if not (call.is_of_session and self.function.options.mode == "online"):
+            return self._is_settled(call, context)
+        # Online nothing is copied before a launch. A capture takes the incumbent, whatever the run compares.
+        order, is_apart = context.order, not call.tunes and self._model_apart is not None
+        if order is None or order.planned != order.incumbent:
+            return False
+        return is_apart or context.stage is Stage.SETTLED
 
     def _is_settled(self, call: CallUnderWay, context: RankContext) -> bool:
         """Return whether later calls take the same config, from the fast path."""

@@ -123,9 +123,7 @@ def fits(config: triton.Config, out_bytes: int, limit_bytes: int, *, tensor_memo
 def is_wanted(kwargs: dict[str, Any], wanted: str) -> bool:
     """Return whether a config belongs to one of VARIANTS or PARTS."""
     variant = kwargs["VARIANT"]
-    if wanted == "auto":
-        return variant not in NEVER_BEST
-    return wanted == variant or (wanted == "warp_specialized" and variant in PARTS)
+    return wanted in ("auto", variant) or (wanted == "warp_specialized" and variant in PARTS)
 
 
 def suits(kwargs: dict[str, Any], args: dict[str, Any]) -> bool:
@@ -171,8 +169,10 @@ def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: An
         if is_wanted(config.kwargs, wanted)
         and fits(config, out_bytes(args), limit, tensor_memory=on_blackwell)
         and suits(config.kwargs, args)
-        and saves_tiles(config.kwargs, args)
     ]
+    if wanted == "auto":
+        usable = [config for config in usable if config.kwargs["VARIANT"] not in NEVER_BEST] or usable
+    usable = [config for config in usable if saves_tiles(config.kwargs, args)] or usable
     usable = no_wider_than_need_be(usable, args)
     small = []
     for swap_ab in (False, True):  # tiles no more than twice as large as C

@@ -109,4 +109,5 @@ def test_no_call_tries_more_than_a_few_dozen_configs_and_the_most_promising_come
     tried = prune(GLUON_CANDIDATES, args)
     clocks = [estimated_clocks(config.kwargs, args) for config in tried]
     assert 0 < len(tried) <= MOST_TRIALS
+    assert prune([each for each in GLUON_CANDIDATES if each.kwargs["VARIANT"] == "pipelined"], args)
     assert clocks == sorted(clocks)
