@@ -102,7 +102,8 @@ def clear(
     kernels: Kernels = None,
     key: Annotated[str, typer.Option("--key", help="Only keys with this in their text.")] = "",
     older_than: Annotated[
-        int, typer.Option("--older-than", min=0, help="Only those tuned so many days ago, or longer.")
+        int,
+        typer.Option("--older-than", min=0, max=36_500, help="Only those tuned so many days ago, or longer."),
     ] = 0,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:

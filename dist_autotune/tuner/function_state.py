@@ -247,7 +247,7 @@ class RanksOfCalls:
 
     def __init__(self, options: Options, name: str) -> None:
         self._options, self._name, self._is_given = options, name, options.group is not None
-        self._world: Callable[[], Any] = lambda: None  # the default group of the last call, and its process
+        self._world: Callable[[], Any] = lambda: None  # of the last call the default group, and the process
         self._pid = -1
         self._turns: tuple[weakref.ref[RankGroup], Turns | None] | None = None  # of a group
 
@@ -258,11 +258,12 @@ class RanksOfCalls:
 
     def are(self, group: RankGroup) -> bool:
         """Return whether these ranks make a call now, as a rule without looking for them."""
-        world = _DEFAULT.WORLD
+        if (world := _DEFAULT.WORLD) is None:
+            world = RanksOfCalls  # a stand-in: None is what the reference to a group that has ended gives
         if self._is_given or world is not self._world() or os.getpid() != self._pid:
             if group is not self.group():
                 return False
-            self._world = (lambda: None) if world is None else weakref.ref(world)
+            self._world = weakref.ref(world)
             self._pid = os.getpid()
         return True
 

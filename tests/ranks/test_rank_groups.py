@@ -103,6 +103,7 @@ def test_the_process_group_may_end_and_begin_again():
             )
             step()
             winners += blocks_of(step).values()
+        step()  # settled
         dist.destroy_process_group()
         step()
         return winners, step.report.world_size

@@ -109,6 +109,7 @@ def test_cache_clear_takes_kernel_key_and_age(tmp_cache: Path) -> None:
     assert left("--kernel", "add", "--older-than", "30") == {"add[64]", "matmul[8192]"}
     assert left("--key", "81") == {"add[64]"}
     assert run("cache", "clear", "--kernel", "add", answer="n\n").exit_code == 1
+    assert run("cache", "clear", "--yes", "--older-than", "1000000").exit_code == 2  # no date is so early
     assert left("--kernel", "add") == set()
 
 
