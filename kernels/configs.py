@@ -14,6 +14,11 @@ import triton
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
+def upcasts(dtype: torch.dtype) -> bool:
+    """Return whether kernels multiply in float32 where operands are of that type: the interpreter errs."""
+    return INTERPRETED and dtype in (torch.bfloat16, torch.float8_e4m3fn)
+
+
 def candidate(
     blocks: tuple[int, int, int], group_m: int, *, warps: int, stages: int, tma: bool, subtile: bool = False
 ) -> triton.Config:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,12 @@ import torch.distributed as dist
 from dist_autotune.for_operations import Standing
 
 from ..agreement.ballots import COLLECTIVE
+from ..agreement.failures import FailureKinds, Refusal
+from ..configs import upcasts
 from ..epilogues import ONLY_SUMS, Epilogue, result_columns
 from ..exchange.call import NumberedCalls
 from ..exchange.fill_nan import filler_of_chunks
 from ..exchange.flags import FLAGS, NO_MAIL, NOT_SENT, OTHER_ROWS
-from ..exchange.operation import INTERPRETED_PROGRAMS, Refusal
 from ..exchange.push import ChunkPusher, piece_counts
 from ..gemm.configs import class_of_rows
 from ..gemm.launch import ChunkCall
@@ -94,14 +95,16 @@ class AllGatherGemm(NumberedCalls):
     """
 
     _further_dtypes = (FP8,)
-    _wrong_calls = (OTHER_ROWS.value,)
-    _refusal = Refusal(OTHER_ROWS.value, -1, -1)
-    _texts: ClassVar = {
-        OTHER_ROWS.value: "rank {peer} pushed {seen} rows, not as many as this rank passed",
-        NO_MAIL.value: "rank {peer}, or one that it waits for, did not send its rows in time",
-        NOT_SENT.value: "chunk {peer} was not copied to all peers, {peers}, in time",  # about this rank
-    }
-    _late = "rank {peer}, or one that it waits for, did not push chunk {peer} in time"
+    _failure_kinds = FailureKinds(
+        {
+            OTHER_ROWS.value: "rank {peer} pushed {seen} rows, not as many as this rank passed",
+            NO_MAIL.value: "rank {peer}, or one that it waits for, did not send its rows in time",
+            NOT_SENT.value: "chunk {peer} was not copied to all peers, {peers}, in time",  # about this rank
+        },
+        late="rank {peer}, or one that it waits for, did not push chunk {peer} in time",
+        of_callers=(OTHER_ROWS.value,),
+        refusal=Refusal(OTHER_ROWS.value, -1, -1),
+    )
     _way = "ag_gemm way"
 
     def __init__(
@@ -140,19 +143,16 @@ class AllGatherGemm(NumberedCalls):
         flags = memory.allocate((FLAGS, world), torch.int32)
         table = memory.hold(self._gather.addresses(flags))
         counts = memory.hold(torch.zeros(world + 2, dtype=torch.int32, device=self.device))
-        here = (self._buffer.a, flags.local, self._errors)
+        here = (self._buffer.a, flags.local, self._failures.words)
         self._held = GatherMemory(table, counts, *here, self.rank, world)
         self._pusher = ChunkPusher(memory, self._gather, flags)
         self._pushes = self._pusher.pushes
         self._collective = self._open_collective(self._makes_collectives, further=self._low_latency)
         self._mail: GatherByMail | None = None
         if self._low_latency is not False and world > 1 and GatherByMail.can_open(self._format):
-            self._mail = GatherByMail(memory, self._format, self._capacity, self._errors)
+            self._mail = GatherByMail(memory, self._format, self._capacity, self._failures.words)
         # Rows of each rank in the last call; below 0: in one piece, see `GatherBuffer.room`; None: elsewhere.
         self._gathered: int | None = 0
-
-    def _read_device(self, dtype: torch.dtype) -> None:
-        super()._read_device(dtype)
         self._layouts: dict[Hashable, GatherLayout] = {}  # by those of tensors that have been checked
         self._chunk_calls: dict[int, ChunkCall] = {}  # by programs
         self._may_store = self._fixed.by_stores is not False
@@ -271,12 +271,12 @@ class AllGatherGemm(NumberedCalls):
         most_pieces = piece_counts(rows)[-1]  # of a class all have the same options
         kind = (class_of_rows(rows), can_run, most_pieces, weight.shape[0], self._k, lies_by_columns(weight))
         key = (*kind, str(self._dtype), self.world_size, *epilogue.key())
-        options = options_for(rows, self._sms, self.world_size, specialized=can_run, fixed=self._fixed)
+        options = options_for(rows, self._facts.sms, self.world_size, specialized=can_run, fixed=self._fixed)
         choose = Standing(functools.partial(options.choose, key))
         fill_nan = filler_of_chunks(out, self._pusher.flags, self.rank, rows)
         made = GatherLayout(rows, class_of_rows(shape[0]), shape, choose, fill_nan)
         if self._mail is not None and self._mail.can_take(made.size_class):
-            programs = self._sms or INTERPRETED_PROGRAMS
+            programs = self._facts.programs
             made = replace(made, mail=self._mail.prepare(programs, *self._buffer.room(rows)))
         return made
 
@@ -353,9 +353,11 @@ class AllGatherGemm(NumberedCalls):
         if choice.consumer == "specialized":
             made = specialized.SpecializedConsumer(product, self._held)
         else:
-            of_device = {"has_tma": self._has_tma, "needs_fence": self._needs_fence}
+            of_device = {"has_tma": self._facts.has_tma, "needs_fence": self._facts.needs_fence}
             storers = STORING.get(choice.consumer, 0)
-            made = PlainConsumer(product, self._held, upcasts=self._upcasts, storers=storers, **of_device)
+            made = PlainConsumer(
+                product, self._held, upcasts=upcasts(self._dtype), storers=storers, **of_device
+            )
         if not is_capturing:
             made.load(product, self._call_of(choice.programs), self._patience_ticks)
             product.layout.fill_nan(product.out, only_load=True)
@@ -380,7 +382,7 @@ class AllGatherGemm(NumberedCalls):
             self._take_part(rows)
         elif way == BY_MAIL:
             assert self._mail is not None
-            self._mail.send_nan(self._sms or INTERPRETED_PROGRAMS, rows, self._patience_ticks)
+            self._mail.send_nan(self._facts.programs, rows, self._patience_ticks)
         else:
             self._stand_in_by_pushes(self._pusher.flags, counted=True)
         self._gathered = 0

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..symm import SymmetricMemory, SymmetricMemoryError
 from . import ballots
@@ -39,14 +38,14 @@ class Bulletin:
         self._settled: set[int] = set()  # refused calls that this rank has raised
 
     @classmethod
-    def open(cls, memory: SymmetricMemory, group: dist.ProcessGroup | None, timeout_s: float) -> Bulletin:
+    def open(cls, memory: SymmetricMemory) -> Bulletin:
         """Return the pages of all ranks; none where there are no peers, or no memory that hosts share."""
         if memory.world_size == 1:
             return cls(memory.rank, ())
         if memory.device.type == "cpu":
             return cls(memory.rank, memory.allocate((PAGE_WORDS,), torch.int64).peers)
         try:
-            _, pages = ballots.host_words(group, PAGE_WORDS, timeout_s)
+            _, pages = ballots.host_words(memory.group, PAGE_WORDS, memory.timeout_s)
         except SymmetricMemoryError:  # on all ranks
             pages = ()
         return cls(memory.rank, pages if len(pages) == memory.world_size else ())

@@ -64,18 +64,16 @@ class Collective:
         self,
         operation: str,
         choice: str,
-        group: dist.ProcessGroup | None,
         memory: SymmetricMemory,
         *,
         fixed: bool | None,
-        timeout_s: float,
         most_rows: float = MOST_ROWS,
         further: bool | None = False,
     ) -> None:
         memory.require_equal("collective", str(fixed))
         check_ways(collective=fixed)
-        self._operation, self._choice, self._group = operation, choice, group
-        self._fixed, self._timeout_s, self._most_rows = fixed, timeout_s, most_rows
+        self._operation, self._choice, self._group = operation, choice, memory.group
+        self._fixed, self._timeout_s, self._most_rows = fixed, memory.timeout_s, most_rows
         self._world_size, self._is_on_cpu = memory.world_size, memory.device.type == "cpu"
         # How many have been made in the last eager call, if ranks agreed on them; else None.
         self.made: int | None = None

@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from dist_autotune import tunable
 
+from ..agreement.failures import FailureKinds
 from ..exchange.call import NumberedCalls
 from ..moe.launch import check_experts, size_class
 from ..moe.tokens import check_choices, check_weights
-from ..signals import Failure, read_failure
+from ..signals import Failure
 from ..tensors import Apart, check_fp8, check_no_gradient, check_out, check_sizes, check_tensor, check_ways
 from .launches import Dispatched, Launches, Sizes, check_is_dispatched
 from .slots import NOT_DISPATCHED, NOT_RETURNED, OTHER_FORMAT, OVER_CAPACITY, SCALED
@@ -53,8 +54,9 @@ class ExpertParallel(NumberedCalls):
 
     _agrees = False
     _travels = "kernels write rows to the peers"
-    _wrong_calls = (OVER_CAPACITY.value, OTHER_FORMAT.value)
-    _mend_calls = ""
+    _failure_kinds = FailureKinds(
+        {}, late="", of_callers=(OVER_CAPACITY.value, OTHER_FORMAT.value), advice=""
+    )
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ class ExpertParallel(NumberedCalls):
         self.capacity = min(given or most, most)
         sizes = Sizes(self.tokens_per_rank, self.hidden, own_experts, self.topk, self.capacity)
         self._has_told_peers = False
-        self._launches = Launches(memory, self._errors, sizes, self.dtype)
+        self._launches = Launches(memory, self._failures.words, sizes, self.dtype)
 
     # ---- what the caller may use
 
@@ -348,7 +350,7 @@ class ExpertParallel(NumberedCalls):
     def _check_fp8(self) -> None:
         if self.hidden % SCALED.value:
             raise ValueError(f"hidden={self.hidden}; fp8 takes a multiple of {SCALED.value}, for its scales")
-        if self._on_gpu:
+        if self._facts.is_gpu:
             check_fp8(self.device)
 
     def _check_rows(self, rows: torch.Tensor) -> None:
@@ -374,14 +376,13 @@ class ExpertParallel(NumberedCalls):
 
     # ---- failures
 
-    def _failure(self) -> Exception | None:
+    def _error(self) -> Exception | None:
         """Return the exception for the error records; tell peers once where rows did not find room here.
 
         They have sums of rows that were not kept, and must not wait for this rank's next call.
         """
-        error = super()._failure()
-        own = read_failure(int(self._error_records[self.rank]))
-        if own is not None and not self._has_told_peers:
+        error = super()._error()
+        if self.rank in self._failures.by_rank() and not self._has_told_peers:
             self._has_told_peers = True
             self._bulletin.tell_broken(self._calls, str(error))
             self._leave_peers()

@@ -41,6 +41,7 @@ NOT_AGREED = object()
 class NumberedCalls(Operation):
     """An operation whose calls are made as this module says; it supplies the steps that are its own."""
 
+    is_captured = False  # some call was: a graph may replay in its memory
     _agrees: ClassVar[bool] = True  # hosts agree on the way of a call, by `_collective`
     _may_store = False  # a kernel stores to the peers, and takes their permits itself
     _way: ClassVar[str]  # the name of the `tunable` by which a rank chooses it
@@ -49,8 +50,7 @@ class NumberedCalls(Operation):
 
     def _open_collective(self, fixed: bool | None, **options: Any) -> Collective:
         """Return the collective of such calls; fixed, options: see `Collective`."""
-        names, timeout_s = (type(self).__name__, self._way), self._timeout_s
-        return Collective(*names, self._group, self._memory, fixed=fixed, timeout_s=timeout_s, **options)
+        return Collective(type(self).__name__, self._way, self._memory, fixed=fixed, **options)
 
     def _call(self, *given: Any) -> Any:
         """Make one call; `given` is what its steps take. Raises what they raise, and what peers have told."""
@@ -91,7 +91,7 @@ class NumberedCalls(Operation):
             else:
                 self._break(error, given, None if way is NOT_AGREED else plan)
             raise
-        if self._bell[0] or not (self._on_gpu or self._is_clean()):
+        if self._bulletin.bell[0] or not (self._facts.is_gpu or self._failures.are_none()):
             self._check_call()
         return result
 
@@ -135,8 +135,8 @@ class NumberedCalls(Operation):
         """
 
     def _stand_in_by_pushes(self, flags: torch.Tensor, *, counted: bool) -> None:
-        mark, patience_ticks = self._refusal.mark, self._patience_ticks
-        absence.stand_in(self._pushes, flags, self._errors, mark, patience_ticks, counted=counted)
+        words, mark = self._failures.words, self._failure_kinds.refusal.mark
+        absence.stand_in(self._pushes, flags, words, mark, self._patience_ticks, counted=counted)
 
     def _leave_peers(self) -> None:
         """Let each peer find this rank given up, in the first call that it has taken no part in."""

@@ -18,11 +18,12 @@ import torch.distributed as dist
 
 from ..agreement.bulletin import Bulletin
 from ..agreement.errors import PeerTimeout
+from ..agreement.failures import FailureKinds, FailureRecords
 from ..configs import INTERPRETED
-from ..signals import TICK_S, Failure, as_patience, read_failure
+from ..signals import TICK_S, Failure, as_patience
 from ..symm import open_symmetric_memory
 from ..symm.base import Shared
-from ..tensors import FP8, check_timeout
+from ..tensors import check_timeout
 from .calls import UnderWay, leave, wait_for_device, watch
 from .flags import NOT_COME
 from .streams import Meeting, StreamOrder, launches_block
@@ -30,12 +31,27 @@ from .streams import Meeting, StreamOrder, launches_block
 INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 
 
-class Refusal(NamedTuple):
-    """What stands for a rank that refuses a call."""
+class DeviceFacts(NamedTuple):
+    """What calls must know of the device of an operation."""
 
-    kind: int  # of the failure that kernels of its peers record
-    seen: int  # in that record
-    mark: int  # that it gives them in place of its rows or choices
+    is_gpu: bool = False
+    sms: int = 0
+    has_tma: bool = INTERPRETED
+    needs_fence: bool = False  # between signals and TMA loads
+    launches_block: bool = False
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceFacts:
+        if device.type != "cuda":
+            return cls()
+        found = torch.cuda.get_device_properties(device)
+        is_new = found.major >= 9 and not torch.version.hip
+        return cls(True, found.multi_processor_count, INTERPRETED or is_new, is_new, launches_block())
+
+    @property
+    def programs(self) -> int:
+        """Return how many programs of a kernel run at a time."""
+        return self.sms or INTERPRETED_PROGRAMS
 
 
 class Operation(Shared):
@@ -43,35 +59,27 @@ class Operation(Shared):
 
     A kernel waits `timeout_s` for a peer: seconds on NVIDIA GPUs, elsewhere polls that last about as long.
 
-    Opening and closing are collective. A subclass allocates in `_allocate`, and has texts for the error
-    records that its kernels write, one for each rank. Attributes set there and later are deleted when it
-    closes: a closed operation that the caller still holds keeps no memory.
+    Opening and closing are collective. A subclass allocates in `_allocate`. Attributes set there and later
+    are deleted when it closes: a closed operation that the caller still holds keeps no memory.
     """
 
-    _wrong_calls: ClassVar[tuple[int, ...]]  # kinds of failure that callers have caused
+    _failure_kinds: ClassVar[FailureKinds]
     _further_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # beside halves
-    is_captured = False  # some call was: a graph may replay in its memory
-    _is_closed = True  # until it is open
     _travels: ClassVar[str] = "copy engines move rows beside the kernels"  # on GPUs
-    _mend_calls: ClassVar[str] = "Every rank must pass as many rows. "  # advice for those kinds
-    _refusal: ClassVar[Refusal] = Refusal(-1, 0, 0)  # of no kind
-    # What a failure record about `peer` says, by its kind; `seen` is in it, `peers` are those of this `rank`.
-    _texts: ClassVar[dict[int, str]] = {}
-    _late = ""  # the same of all other kinds
+    _is_closed = True  # until it is open
 
     def __init__(
         self, dtype: torch.dtype, group: dist.ProcessGroup | None, backend: str, timeout_s: float
     ) -> None:
         check_timeout(timeout_s)
-        self._group, self._timeout_s = group, timeout_s
         # The interpreter copies CUDA tensors to the CPU, where no peer's signal would be seen.
         device = "cpu" if INTERPRETED else None
         self._memory = open_symmetric_memory(group, backend, device, timeout_s=timeout_s)
         self.rank, self.world_size = self._memory.rank, self._memory.world_size
         self.device = self._memory.device
-        self._on_gpu = self.device.type == "cuda"  # each call asks, and torch makes a string for each
+        self._facts = DeviceFacts.of(self.device)
         self.backend = f"{self._memory.name}: {self._memory.reason}"
-        travels = self._travels if self._on_gpu else "the host moves rows"
+        travels = self._travels if self._facts.is_gpu else "the host moves rows"
         # What a report says of it: users elsewhere found their overlap off for months.
         self.transport = f"{type(self).__name__}: memory by {self.backend}; {travels}; no multicast is used"
         self._broken_by = ""
@@ -82,20 +90,13 @@ class Operation(Shared):
         try:
             self._check_dtype(dtype)
             with torch.inference_mode(False):  # other threads and later calls may not write its tensors
-                # Pinned, not on the device: the host looks for failures without waiting for the GPU.
-                pinned, world = self._on_gpu, self.world_size
-                flags = torch.zeros(world, dtype=torch.int64, device="cpu", pin_memory=pinned)
-                self._errors = self._memory.hold(flags)
-                self._error_records = self._errors.numpy()
-                self._no_errors = self._error_records.tobytes()
-                self._bulletin = Bulletin.open(self._memory, group, timeout_s)
-                self._bell = self._bulletin.bell
+                self._failures = FailureRecords(self._memory)
+                self._bulletin = Bulletin.open(self._memory)
                 self._allocate()
         except BaseException:
             self._memory.abandon()
             raise
-        self._read_device(dtype)
-        self._streams, self._launches_block = StreamOrder(), self._on_gpu and launches_block()
+        self._streams = StreamOrder()
         self._meeting: Meeting | None = None
         self._is_closed = False
         watch(self)
@@ -106,7 +107,7 @@ class Operation(Shared):
 
     def _describe(self, peer: int, failure: Failure) -> str:
         """Return a failure record about a peer in words; "" where `_describe_all` has them."""
-        text = self._texts.get(failure.kind, self._late)
+        text = self._failure_kinds.texts.get(failure.kind, self._failure_kinds.late)
         return text.format(peer=peer, seen=failure.seen, rank=self.rank, peers=self._peers())
 
     def _describe_all(self, failures: dict[int, Failure]) -> list[str]:
@@ -122,21 +123,20 @@ class Operation(Shared):
         others = [str(rank) for rank in range(self.world_size) if rank != self.rank]
         return ("rank " if len(others) == 1 else "ranks ") + ", ".join(others)
 
-    def _failures(self) -> dict[int, Failure]:
-        """Return the failures that kernels have recorded, by peer; refused calls are no failures of them."""
-        flags = enumerate(self._error_records)
-        failures = {peer: found for peer, flag in flags if (found := read_failure(int(flag)))}
+    def _take_refusals(self) -> dict[int, Failure]:
+        """Return the failures by peer, without those that stand for refused calls, which are noted."""
+        failures = self._failures.by_rank()
         for peer, failure in [*failures.items()]:
-            if (failure.kind, failure.seen) == self._refusal[:2]:
+            if (failure.kind, failure.seen) == self._failure_kinds.refusal[:2]:
                 del failures[peer]
-                self._error_records[peer] = 0
+                self._failures.forget(peer)
                 if not self._bulletin.is_shared:  # else the peer has told its reason there
                     self._bulletin.note_refused(self._calls, peer, "or of one before it")
         return failures
 
-    def _failure(self) -> Exception | None:
-        """Return the exception for the error records, None where there are none."""
-        failures = self._failures()
+    def _error(self) -> Exception | None:
+        """Return the exception for the failures on record, None where there are none."""
+        failures = self._take_refusals()
         if not failures:
             return None
         texts = [
@@ -150,23 +150,13 @@ class Operation(Shared):
         next_step = "Close it on all ranks and open another"
         if why := self.explain():
             return ValueError(f"{text}{why}. {next_step}")
-        if any(failure.kind not in self._wrong_calls for failure in failures.values()):
+        kinds = self._failure_kinds
+        if any(failure.kind not in kinds.of_callers for failure in failures.values()):
             if why := self._other_rows():
-                return ValueError(f"{text}In an eager call {why}. {self._mend_calls}{next_step}")
+                return ValueError(f"{text}In an eager call {why}. {kinds.advice}{next_step}")
             waits = " If it waits for a send of this rank, call meet_first()." * (self._meeting is None)
             return PeerTimeout(f"{text}Find out what that rank is doing.{waits} {next_step}")
-        return ValueError(f"{text}{self._mend_calls}{next_step}")
-
-    def _read_device(self, dtype: torch.dtype) -> None:
-        """Set the facts of the device that all calls use."""
-        capability, self._sms = (0, 0), 0
-        if self.device.type == "cuda":
-            properties = torch.cuda.get_device_properties(self.device)
-            self._sms = properties.multi_processor_count
-            capability = (0, 0) if torch.version.hip else (properties.major, properties.minor)
-        self._has_tma = INTERPRETED or capability >= (9, 0)
-        self._needs_fence = capability >= (9, 0)  # between signals and TMA loads
-        self._upcasts = INTERPRETED and dtype in (torch.bfloat16, FP8)
+        return ValueError(f"{text}{kinds.advice}{next_step}")
 
     def _check_dtype(self, dtype: torch.dtype) -> None:
         supported = [torch.float16, torch.bfloat16, *self._further_dtypes]
@@ -187,7 +177,7 @@ class Operation(Shared):
         if not (self._is_closed or self._broken_by):
             self._raise_of_peers(calls)
             self._check_peers()
-        if self._on_gpu and not self._is_closed:
+        if self._facts.is_gpu and not self._is_closed:
             wait_for_device(self)
         self._check_usable(calls)
 
@@ -199,10 +189,10 @@ class Operation(Shared):
         """
         if self._is_closed:
             return UnderWay(lambda: True, lambda: False, 0.0)
-        records, none, is_broken = self._error_records, self._no_errors, self._broken_by != ""
-        is_done = self._memory.mark() if self._on_gpu else lambda: True
+        failures, is_broken = self._failures, self._broken_by != ""
+        is_done = self._memory.mark() if self._facts.is_gpu else lambda: True
         longest_wait_s = 2 * self.world_size * self._patience_s()
-        return UnderWay(is_done, lambda: is_broken or records.tobytes() != none, longest_wait_s)
+        return UnderWay(is_done, lambda: is_broken or not failures.are_none(), longest_wait_s)
 
     def _patience_s(self) -> float:
         return self._patience_ticks * TICK_S
@@ -226,7 +216,7 @@ class Operation(Shared):
         self._check_usable()
         if self.world_size > 1 and self._meeting is None:
             with torch.inference_mode(False):
-                self._meeting = Meeting(self._memory, self._errors)
+                self._meeting = Meeting(self._memory, self._failures.words)
 
     def close(self) -> None:
         """Meet the peers, give the memory back and raise failures of calls; a second call does nothing."""
@@ -251,7 +241,7 @@ class Operation(Shared):
 
     def __del__(self) -> None:
         """Abandon what was dropped without being closed: kernels may still run."""
-        if not self._is_closed and self._on_gpu and not sys.is_finalizing():
+        if not self._is_closed and self._facts.is_gpu and not sys.is_finalizing():
             self.abandon()
 
     def refuse(self, reason: str) -> None:
@@ -274,21 +264,17 @@ class Operation(Shared):
             raise RuntimeError(f"this {type(self).__name__} is closed; open another on all ranks")
         if self._broken_by:
             raise RuntimeError(self._text_of_broken())
-        if self._bell[0]:
+        if self._bulletin.bell[0]:
             self._raise_of_peers(self._calls if calls is None else calls)
-        if self._error_records.tobytes() != self._no_errors:  # as `_is_clean`, without a call
-            error = self._failure()
+        if not self._failures.are_none():
+            error = self._error()
             if error is not None:
                 raise error
-
-    def _is_clean(self) -> bool:
-        """Return whether no kernel has recorded a failure; asked in every call: `any()` takes longer."""
-        return bool(self._error_records.tobytes() == self._no_errors)
 
     def _check_call(self) -> None:
         """Raise what has failed in the calls so far, here or on a peer, as far as the host can see."""
         self._check_usable(self._calls)
-        if self._bell[0]:
+        if self._bulletin.bell[0]:
             self._raise_refused()
 
     def _text_of_broken(self) -> str:
@@ -316,7 +302,7 @@ class Operation(Shared):
 
     def _follow(self, *, is_capturing: bool) -> None:
         """Order the call behind the last one. Raises on another device."""
-        if self._on_gpu:
+        if self._facts.is_gpu:
             here = torch._C._cuda_getDevice()  # what torch.cuda.current_device() asks behind three functions
             if here != self.device.index:
                 raise ValueError(
@@ -329,11 +315,11 @@ class Operation(Shared):
         self._meeting.attend(self._patience_ticks)
 
     def _is_capturing(self) -> bool:
-        return self._on_gpu and torch.cuda.is_current_stream_capturing()
+        return self._facts.is_gpu and torch.cuda.is_current_stream_capturing()
 
     def _in_steps(self, *, is_capturing: bool) -> bool:
         """Return whether a call that scatters launches its kernel chunk by chunk, as captured ones do.
 
         Also where launches block: a kernel that ends behind its pushes would never let them be enqueued.
         """
-        return is_capturing or self._launches_block
+        return is_capturing or self._facts.launches_block

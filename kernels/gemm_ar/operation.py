@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,10 @@ import torch.distributed as dist
 from dist_autotune import is_tuning, tunable
 from dist_autotune.for_operations import Standing
 
+from ..agreement.failures import FailureKinds, Refusal
 from ..exchange import mail
 from ..exchange.call import NumberedCalls
 from ..exchange.flags import NO_MAIL, NOT_READ, OTHER_ROWS
-from ..exchange.operation import INTERPRETED_PROGRAMS, Refusal
 from ..gemm.configs import class_of_rows
 from ..gemm.operation import persistent_matmul
 from ..gemm_rs import GemmReduceScatter
@@ -102,14 +102,17 @@ class GemmAllReduce(NumberedCalls):
     """
 
     _travels = "kernels read and write the rows of peers"
-    _wrong_calls = (OTHER_ROWS.value,)
-    _refusal = Refusal(OTHER_ROWS.value, REFUSED.value, REFUSED.value)
-    _texts: ClassVar = {
-        OTHER_ROWS.value: "rank {peer} has {seen} rows, not as many as this rank",
-        NOT_READ.value: "rank {peer}, or one that it waits for, did not read the rows of rank {rank} in time",
-        NO_MAIL.value: "rank {peer}, or one that it waits for, did not send its rows in time",
-    }
-    _late = "rank {peer}, or one that it waits for, did not offer its rows in time"
+    _failure_kinds = FailureKinds(
+        {
+            OTHER_ROWS.value: "rank {peer} has {seen} rows, not as many as this rank",
+            NOT_READ.value: "rank {peer}, or one that it waits for, did not read the rows of rank {rank} in "
+            "time",
+            NO_MAIL.value: "rank {peer}, or one that it waits for, did not send its rows in time",
+        },
+        late="rank {peer}, or one that it waits for, did not offer its rows in time",
+        of_callers=(OTHER_ROWS.value,),
+        refusal=Refusal(OTHER_ROWS.value, REFUSED.value, REFUSED.value),
+    )
 
     def __init__(
         self,
@@ -139,11 +142,10 @@ class GemmAllReduce(NumberedCalls):
         memory, world = self._memory, self.world_size
         memory.require_equal("way", str(self._fixed))  # what is allocated depends on it
         self._has_low_latency = self._wants_low_latency and mail.can_take(1, self._n, self._dtype)
-        has_low_latency, sizes = self._has_low_latency, (self._m, self._n, self._dtype, self._errors)
+        has_low_latency, sizes = self._has_low_latency, (self._m, self._n, self._dtype, self._failures.words)
         self._rows = RowsMemory(memory, *sizes, has_low_latency=has_low_latency)
         self._parts, self._sums = self._rows.parts.local, self._rows.sums.local
-        fixed, timeout_s, has = self._fixed, self._timeout_s, self._takes_low_latency
-        self._ways = Ways(self._group, memory, fixed=fixed, timeout_s=timeout_s, has_low_latency=has)
+        self._ways = Ways(memory, fixed=self._fixed, has_low_latency=self._takes_low_latency)
         self._collective = self._ways
         self._scatter = self._open_scatter() if self._overlaps and world > 1 else None
         self._layouts: dict[Hashable, RowsLayout] = {}  # by those of tensors that have been checked
@@ -338,7 +340,7 @@ class GemmAllReduce(NumberedCalls):
     def _launch(self, what: str, layout: RowsLayout, ends: Ends, eps: float) -> None:
         launch = layout.launches.get(what)
         if launch is None:
-            is_sent, programs = layout.is_sent, self._sms or INTERPRETED_PROGRAMS
+            is_sent, programs = layout.is_sent, self._facts.programs
             launch = self._rows.prepare(what, layout.part, ends, programs, sent=is_sent)
             layout.launches[what] = launch
         launch(ends, self._patience_ticks, eps)
@@ -354,7 +356,7 @@ class GemmAllReduce(NumberedCalls):
             assert self._scatter is not None
             self._scatter._calls += 1
             self._scatter._stand_in(None)
-        self._rows.stand_in(way, rows, self._sms or INTERPRETED_PROGRAMS, self._patience_ticks, EPS)
+        self._rows.stand_in(way, rows, self._facts.programs, self._patience_ticks, EPS)
 
     def _collectives(self, layout: RowsLayout) -> list[Callable[[], None]]:
         return [lambda: self._take_part(layout.rows)]

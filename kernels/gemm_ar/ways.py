@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-import torch.distributed as dist
-
 from ..agreement.collective import Collective
 from ..symm import SymmetricMemory
 
@@ -40,16 +38,14 @@ class Ways(Collective):
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
         memory: SymmetricMemory,
         *,
         fixed: str | None,
-        timeout_s: float,
         has_low_latency: Callable[[int], bool],
     ) -> None:
         self._way, self._has_low_latency = fixed, has_low_latency
         made = {COLLECTIVE: True, ONE_SHOT: False, TWO_SHOT: False}.get(str(fixed))
-        super().__init__("GemmAllReduce", "gemm_ar way", group, memory, fixed=made, timeout_s=timeout_s)
+        super().__init__("GemmAllReduce", "gemm_ar way", memory, fixed=made)
 
     def options(self, rows: int, *, can_overlap: bool) -> tuple[str, ...]:
         """Return the ways that calls of a class of rows may take, first the one that nobody tuned.

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,11 @@ from dist_autotune import tunable
 from dist_autotune.for_operations import Standing
 
 from ..agreement.ballots import COLLECTIVE
+from ..agreement.failures import FailureKinds, Refusal
+from ..configs import upcasts
 from ..exchange.call import NumberedCalls
 from ..exchange.fill_nan import filler_of_all
 from ..exchange.flags import FLAGS, NO_PERMIT, NOT_SENT, OTHER_ROWS
-from ..exchange.operation import INTERPRETED_PROGRAMS, Refusal
 from ..exchange.push import Pushes, SumPusher
 from ..gemm.configs import class_of_rows
 from ..gemm.launch import ChunkCall
@@ -99,14 +100,16 @@ class GemmReduceScatter(NumberedCalls):
     """
 
     _further_dtypes = (FP8,)
-    _wrong_calls = (OTHER_ROWS.value,)
-    _refusal = Refusal(OTHER_ROWS.value, -1, -1)
-    _texts: ClassVar = {
-        OTHER_ROWS.value: "rank {peer} has {seen} rows for each rank, not as many as this rank",
-        NO_PERMIT.value: "rank {peer}, or one that it waits for, did not come to the call in time",
-        NOT_SENT.value: "the sums of rank {peer} were not copied to all peers, {peers}, in time",
-    }
-    _late = "rank {peer}, or one that it waits for, did not push its sums for chunk {rank} in time"
+    _failure_kinds = FailureKinds(
+        {
+            OTHER_ROWS.value: "rank {peer} has {seen} rows for each rank, not as many as this rank",
+            NO_PERMIT.value: "rank {peer}, or one that it waits for, did not come to the call in time",
+            NOT_SENT.value: "the sums of rank {peer} were not copied to all peers, {peers}, in time",
+        },
+        late="rank {peer}, or one that it waits for, did not push its sums for chunk {rank} in time",
+        of_callers=(OTHER_ROWS.value,),
+        refusal=Refusal(OTHER_ROWS.value, -1, -1),
+    )
     _way = "gemm_rs way"
 
     def __init__(
@@ -134,26 +137,21 @@ class GemmReduceScatter(NumberedCalls):
         super().__init__(dtype, group, backend, timeout_s)
 
     def _allocate(self) -> None:
-        world = self.world_size
+        world, memory = self.world_size, self._memory
         if self._dtype == FP8 and self.device.type == "cuda":
             check_fp8(self.device)
-        slots, self._capacity = max(1, world - 1), triton.cdiv(self._m, world)
-        self._staged = self._memory.allocate((slots, self._capacity, self._n), self._out_dtype)
-        self._flags = self._memory.allocate((FLAGS, world), torch.int32)
-        hold = self._memory.hold
-        self._partial = hold(torch.zeros_like(self._staged.local))
-        self._counts = hold(torch.zeros(world + 4, dtype=torch.int32, device=self.device))
-        self._table = hold(self._staged.addresses(self._flags))
-        self._pushes = Pushes(self._memory, self._memory.side_stream(), self._flags)
-        self._pusher = SumPusher(self._pushes, self._partial, self._staged, with_permits=True)
-        some = self._partial[0]
-        filler_of_all(some, self._flags.local, self.rank)(some, only_load=True)
+        shape = (max(1, world - 1), triton.cdiv(self._m, world), self._n)
+        staged = memory.allocate(shape, self._out_dtype)
+        self._flags = memory.allocate((FLAGS, world), torch.int32)
+        partial = memory.hold(torch.zeros_like(staged.local))
+        counts = memory.hold(torch.zeros(world + 4, dtype=torch.int32, device=self.device))
+        table = memory.hold(staged.addresses(self._flags))
+        here = (staged.local, self._flags.local, counts, self._failures.words)
+        self._held = ScatterMemory(table, partial, *here)
+        self._pushes = Pushes(memory, memory.side_stream(), self._flags)
+        self._pusher = SumPusher(self._pushes, partial, staged, with_permits=True)
+        filler_of_all(partial[0], self._flags.local, self.rank)(partial[0], only_load=True)
         self._collective = self._open_collective(self._makes_collectives)
-
-    def _read_device(self, dtype: torch.dtype) -> None:
-        super()._read_device(dtype)
-        memory = (self._staged.local, self._flags.local, self._counts, self._errors)
-        self._held = ScatterMemory(self._table, self._partial, *memory)
         self._layouts: dict[Hashable, ScatterLayout] = {}  # by those of tensors that have been checked
         self._chunk_calls: dict[int | None, ChunkCall] = {}  # by step
         self._may_store = self._by_stores is not False and self.world_size > 1
@@ -256,7 +254,7 @@ class GemmReduceScatter(NumberedCalls):
         return self._make_plain(operands)
 
     def _make_plain(self, operands: ScatterOperands, *, stores: bool = False) -> Body:
-        of_device = {"has_tma": self._has_tma, "upcasts": self._upcasts}
+        of_device = {"has_tma": self._facts.has_tma, "upcasts": upcasts(self._dtype)}
         return PlainBody(operands, self._held, stores=stores, **of_device)
 
     def _make_storing(self, operands: ScatterOperands) -> dict[str, Body]:
@@ -316,7 +314,7 @@ class GemmReduceScatter(NumberedCalls):
         call = self._chunk_calls.get(step)
         if call is None:
             first, chunks = (0, self.world_size) if step is None else (step, 1)
-            programs = self._sms or INTERPRETED_PROGRAMS
+            programs = self._facts.programs
             call = ChunkCall(self.world_size, chunks, programs, (first, chunks, self.rank))
             self._chunk_calls[step] = call
         body.launch(operands, call, self._patience_ticks)

@@ -73,7 +73,9 @@ class AllGatherMoE(ExpertOperation):
 
     _orders, _by_first, _shared_order = 2, False, 0
     _rows_name, _weighted, _way = "x_shard", "route", "ag_moe way"
-    _late = "rank {peer}, or one that it waits for, did not push its tokens in time"
+    _failure_kinds = ExpertOperation._failure_kinds._replace(
+        late="rank {peer}, or one that it waits for, did not push its tokens in time"
+    )
 
     def __init__(
         self,
@@ -245,7 +247,7 @@ class AllGatherMoE(ExpertOperation):
             tokens, flags, rank = self._gathered(), self._arrived, 0
         plan = sorting.plan
         planned = (plan.rows, sources, sorting.ends, sorting.tables)
-        tensors = (tokens, weight, out, *planned, flags, self._errors)
+        tensors = (tokens, weight, out, *planned, flags, self._failures.words)
         strides = (weight.stride(0), pitch_of(weight), out.stride(0))
         of_layout = (_KERNEL, out.shape[0], weight, strides, tensors, sorting)
         launch = self._launch_of(*of_layout, HEIGHTS=HEIGHTS)

@@ -77,7 +77,9 @@ class MoEReduceScatter(ExpertOperation):
 
     _orders, _by_first, _shared_order = 1, True, 2
     _rows_name, _weighted, _way = "y", "call", "moe_rs way"
-    _late = "rank {peer}, or one that it waits for, did not push its sums for chunk {rank} in time"
+    _failure_kinds = ExpertOperation._failure_kinds._replace(
+        late="rank {peer}, or one that it waits for, did not push its sums for chunk {rank} in time"
+    )
 
     def __init__(
         self,
@@ -259,12 +261,12 @@ class MoEReduceScatter(ExpertOperation):
         sums = (products, self._partial, self._staged.local, factors)
         counters = self._counters if sorting.is_shared else plan.counters
         planned = (plan.rows, plan.sources, sorting.offsets, sorting.ends, sorting.tables, counters)
-        tensors = (y, weight, out, *sums, *planned, flags, self._errors)
+        tensors = (y, weight, out, *sums, *planned, flags, self._failures.words)
         strides = (y.stride(0), weight.stride(0), pitch_of(weight), out.stride(0))
         addressable = begin_at_16_bytes(y.element_size(), (y.data_ptr(),), strides[:1])
         launch = self._launch_of(
             *(_KERNEL, y.shape[0], weight, strides, tensors, sorting, (self._table,)),
-            A_TMA_LEGAL=sorting.is_shared and self._has_tma and addressable,
+            A_TMA_LEGAL=sorting.is_shared and self._facts.has_tma and addressable,
             STORES=stores,
         )
         own = (sorting.topk, self._capacity, plan.capacity, *strides)

@@ -6,15 +6,16 @@ import abc
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ..agreement.ballots import COLLECTIVE, REFUSED_TERMS, TERMS_BITS
+from ..agreement.failures import FailureKinds, Refusal
+from ..configs import upcasts
 from ..exchange.call import NumberedCalls
 from ..exchange.flags import ARRIVED, FLAGS, ROWS_SENT
-from ..exchange.operation import INTERPRETED_PROGRAMS, Refusal
 from ..exchange.push import Pushes
 from ..launches.settled import TunedKernel, TunedLaunch
 from ..signals import Failure
@@ -70,18 +71,23 @@ class ExpertOperation(NumberedCalls):
     _rows_name: str  # of the argument
     _weighted: str  # the kind of calls whose choices have weights
     _key: tuple[Hashable, ...]  # of that choice: columns and type of the operation
-    _wrong_calls = (OTHER_TOKENS.value, OTHER_TOPK.value, NO_EXPERT.value, GIVEN_OTHERS.value)
-    _refusal = Refusal(OTHER_TOPK.value, 0, TOPK_SPAN.value)  # a token of no choices
-    _mend_calls = ""
-    _texts: ClassVar = {
-        NOT_TOLD.value: "rank {peer}, or one that it waits for, did not send its choices in time",
-        OTHER_TOPK.value: "rank {peer} has {seen} choices a token, not as many as this rank",
-        NO_EXPERT.value: "rank {peer} chose expert {seen}, which weight does not have (-1 drops a choice)",
-        GIVEN_OTHERS.value: "rank {peer} was given other tokens= than the ranks have, or one of them "
-        "called route()",
-        OTHER_TOKENS.value: "",  # one text for all ranks
-        NOT_COMPUTED.value: "the products of this rank were not stored in time ({seen} tiles of a part were)",
-    }
+    _failure_kinds = FailureKinds(
+        {
+            NOT_TOLD.value: "rank {peer}, or one that it waits for, did not send its choices in time",
+            OTHER_TOPK.value: "rank {peer} has {seen} choices a token, not as many as this rank",
+            NO_EXPERT.value: "rank {peer} chose expert {seen}, which weight does not have (-1 drops a "
+            "choice)",
+            GIVEN_OTHERS.value: "rank {peer} was given other tokens= than the ranks have, or one of them "
+            "called route()",
+            OTHER_TOKENS.value: "",  # one text for all ranks
+            NOT_COMPUTED.value: "the products of this rank were not stored in time ({seen} tiles of a part "
+            "were)",
+        },
+        late="",
+        of_callers=(OTHER_TOKENS.value, OTHER_TOPK.value, NO_EXPERT.value, GIVEN_OTHERS.value),
+        advice="",
+        refusal=Refusal(OTHER_TOPK.value, 0, TOPK_SPAN.value),  # a token of no choices
+    )
 
     def __init__(
         self,
@@ -110,8 +116,7 @@ class ExpertOperation(NumberedCalls):
         self._weights = self._memory.allocate((most,), torch.float32)
         self._flags = self._memory.allocate((FLAGS, self.world_size), torch.int32)
         self._pushes = Pushes(self._memory, self._memory.side_stream(), self._flags)
-        of_group = (self._group, self._timeout_s, self._capacity)
-        self._tokens = TokenCounts(*of_group, type(self).__name__, self._memory)
+        self._tokens = TokenCounts(type(self).__name__, self._capacity, self._memory)
         self._plans: dict[tuple[int, int, int], Plan] = {}
         self._checked: dict[Hashable, Apart] = {}  # by the layouts of tensors that have been checked
         self._launches: dict[Hashable, TunedLaunch] = {}  # by all that they depend on
@@ -271,7 +276,7 @@ class ExpertOperation(NumberedCalls):
         plan.sort(
             self._ids.local,
             self._gatherer.flags if is_gathered else self._flags.local,
-            self._errors,
+            self._failures.words,
             pairs=sum(self._told) * topk,
             topk=topk,
             stride=stride,
@@ -310,7 +315,7 @@ class ExpertOperation(NumberedCalls):
         only this kernel has.
         """
         aligned = tuple([tensor.data_ptr() % 16 == 0 for tensor in tensors])
-        programs = self._sms or INTERPRETED_PROGRAMS
+        programs = self._facts.programs
         of_choices = counted(choices, programs), size_class(choices)
         of_sorting = sorting.is_shared, sorting.is_gathered
         key = of_choices, layout_of(weight), strides, aligned, *of_sorting, *constants.values()
@@ -320,9 +325,9 @@ class ExpertOperation(NumberedCalls):
         experts, columns, k = weight.shape
         constants |= {
             "WORLD": 1 if sorting.is_gathered else self.world_size,
-            "TMA_LEGAL": self._has_tma and lies_for_tma(weight),
+            "TMA_LEGAL": self._facts.has_tma and lies_for_tma(weight),
             "BY_COLUMNS": lies_by_columns(weight),
-            "UPCAST": self._upcasts,
+            "UPCAST": upcasts(self._dtype),
             "SORTED": sorting.is_shared,
         }
         grid = grid_of_experts(of_choices[0], columns, experts, programs)
@@ -366,7 +371,7 @@ class ExpertOperation(NumberedCalls):
     def _gather_nothing(self, plan: ExpertPlan) -> None:
         messages = self._gatherer.messages(max(self._told) * plan.topk, has_weights=plan.has_weights)
         own = messages[self.rank].zero_()
-        own[:1].fill_(self._refusal.mark)  # in place of ROWS_SENT
+        own[:1].fill_(self._failure_kinds.refusal.mark)  # in place of ROWS_SENT
         self._collective.all_gather(messages.view(-1), own)
 
     @abc.abstractmethod

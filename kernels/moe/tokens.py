@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from ..agreement.ballots import REFUSED_TERMS, Ballots
 from ..agreement.errors import RefusedByPeer
@@ -18,9 +17,7 @@ MOST_ROWS = 2**29  # places in the tables of tiles are int32
 class TokenCounts:
     """Those of the calls of one operation; opening is collective. See [Note: what the host must know]."""
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, timeout_s: float, most: int, name: str, memory: SymmetricMemory
-    ) -> None:
+    def __init__(self, name: str, most: int, memory: SymmetricMemory) -> None:
         self._name, self._rank, self._world_size = name, memory.rank, memory.world_size
         self._most = most  # of a rank
         self.is_asking = False  # in this call the hosts exchange their tokens, and have not yet
@@ -29,7 +26,7 @@ class TokenCounts:
         if memory.world_size > 1:
             advice = "Pass tokens= on all ranks or on none, or find out what that rank is doing"
             try:  # it fails on all ranks or on none
-                self._hosts = Ballots(name, group, timeout_s, advice)
+                self._hosts = Ballots(name, memory.group, memory.timeout_s, advice)
             except SymmetricMemoryError as error:
                 self._no_hosts = str(error)
 

@@ -106,6 +106,7 @@ class SymmetricMemory(Shared):
     def __init__(self, ranks: SharingRanks, device: torch.device, reason: str) -> None:
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.device = device
+        self.group, self.timeout_s = ranks.group, ranks.timeout_s
         self.reason = reason  # why this backend was chosen
         self._ranks = ranks
         self._allocations: list[SymmetricTensor] = []

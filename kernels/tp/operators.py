@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ..ag_gemm import AllGatherGemm
-from ..exchange.operation import Operation
+from ..exchange.call import NumberedCalls
 from ..gemm_ar import GemmAllReduce
 from ..gemm_rs import GemmReduceScatter
 from ..tensors import FP8
@@ -159,7 +159,7 @@ def _matmul_reduce_scatter(
     return operation(by_rows(rows), weight, addend=addend)
 
 
-def _sum_of_none(kind: type[Operation], a: Tensor, weight: Tensor, group_name: str) -> Tensor:
+def _sum_of_none(kind: type[NumberedCalls], a: Tensor, weight: Tensor, group_name: str) -> Tensor:
     """Return the sum of products of no rows: all ranks have none."""
     announce_none(kind, a, weight.shape[0], group_name)
     return a.new_empty((0, weight.shape[0]))

@@ -18,14 +18,14 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ..ag_gemm import AllGatherGemm
 from ..agreement.errors import PeerTimeout
-from ..exchange.operation import Operation
+from ..exchange.call import NumberedCalls
 from ..gemm_ar import GemmAllReduce
 from ..gemm_rs import GemmReduceScatter
 from .announcements import Announcements, word_of
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | str | None
 
-Kind = TypeVar("Kind", bound=Operation)
+Kind = TypeVar("Kind", bound=NumberedCalls)
 _group_of: Callable[[str], dist.ProcessGroup] = _resolve_process_group  # type: ignore[assignment]
 
 GROWTH = 1.5  # of a workspace that has become too small, at least: sequences that lengthen open few
@@ -35,7 +35,7 @@ TIMEOUT_S = 300.0
 class Key(NamedTuple):
     """Identifies the calls that share a workspace, up to its number of rows."""
 
-    kind: type[Operation]
+    kind: type[NumberedCalls]
     group_name: str
     columns: int
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class Key(NamedTuple):
 class Workspace:
     """An open operation, and how many rows it takes."""
 
-    operation: Operation
+    operation: NumberedCalls
     group: dist.ProcessGroup
     rows: int
     timeout_s: float
@@ -185,7 +185,7 @@ def reserve(
     if device.type == "cuda" and device.index is None:  # as tensors there have it
         device = torch.device("cuda", torch.cuda.current_device())
     per_rank = -(-tokens // size_of(group_name))
-    kinds: list[tuple[type[Operation], int]] = [(AllGatherGemm, per_rank), (GemmReduceScatter, tokens)]
+    kinds: list[tuple[type[NumberedCalls], int]] = [(AllGatherGemm, per_rank), (GemmReduceScatter, tokens)]
     for kind, rows in [(GemmAllReduce, tokens)] if all_reduce else kinds:
         key = Key(kind, group_name, features, dtype, device)
         found = WORKSPACES.find(key)
@@ -257,7 +257,7 @@ def opened(kind: type[Kind], tensor: torch.Tensor, rows: int, columns: int, grou
     return found.operation
 
 
-def announce_none(kind: type[Operation], tensor: torch.Tensor, columns: int, group_name: str) -> None:
+def announce_none(kind: type[NumberedCalls], tensor: torch.Tensor, columns: int, group_name: str) -> None:
     """Tell the peers of a call without rows, which needs no operation; ValueError where one has some."""
     key, group = Key(kind, group_name, columns, tensor.dtype, tensor.device), _group_of(group_name)
     if group.size() == 1 or _is_capturing(tensor):

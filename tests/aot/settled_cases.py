@@ -90,12 +90,12 @@ DTYPE = torch.bfloat16
 
 
 @contextmanager
-def in_a_group(rank: int, **device: Any) -> Iterator[None]:
+def in_a_group(rank: int) -> Iterator[None]:
     """Have operations be opened as on that rank of two, on such a device."""
-    memory, device = MemoryOfAGroup(rank, WORLD), {"_sms": 132} | device
+    memory, facts = MemoryOfAGroup(rank, WORLD), operation.DeviceFacts(False, 132, True, needs_fence=True)
     with (
         mock.patch.object(operation, "open_symmetric_memory", return_value=memory),
-        mock.patch.object(operation.Operation, "_read_device", lambda op, dtype: vars(op).update(device)),
+        mock.patch.object(operation.DeviceFacts, "of", return_value=facts),
     ):
         yield
 
@@ -105,7 +105,7 @@ class RunsCaller:
         self.runs, self.rows = runs, [rows] * WORLD
         of_operation, of_call = runs.sizes(K, N)
         with (
-            in_a_group(rank, _has_tma=True, _upcasts=False, _needs_fence=True),
+            in_a_group(rank),
             mock.patch.object(expert_runs, "of_all_ranks", lambda value, group=None: [value] * WORLD),
         ):
             op = self.operation = runs.open(CAPACITY, of_operation, DTYPE, collective=False)

@@ -68,7 +68,7 @@ def poison(op: AllGatherGemm) -> None:
 
 def call_as_captured(op: AllGatherGemm, *args: Any, **options: Any) -> torch.Tensor:
     """Do on the CPU what a captured call enqueues; GPUs capture graphs."""
-    if op._on_gpu:
+    if op._facts.is_gpu:
         return op(*args, **options)
     with mock.patch.object(op, "_is_capturing", return_value=True):
         return op(*args, **options)
@@ -267,7 +267,7 @@ class ScatteringSums(DenseRuns):
         return GemmReduceScatter(world * rows, size, dtype, group, **self.options, **named)
 
     def buffers(self, op):
-        return op._staged.local, op._partial
+        return op._held.staged, op._held.partial
 
     def operands(self, op, rows, size, experts=3, topk=2, kind="any", group=None):
         return factors(op.world_size * self.rows_of(rows), op._n, size, op._dtype)

@@ -44,7 +44,7 @@ def ranks_of(world: int, kind: Callable[..., Any], *args: Any, **options: Any) -
             memory = MemoryOfOneGpu(rank, world, parts)
             operation.open_symmetric_memory = lambda *_, memory=memory, **__: memory
             op = kind(*args, timeout_s=PATIENCE_S, **options)
-            op._sms //= world
+            op._facts = op._facts._replace(sms=op._facts.sms // world)
             ranks.append(stack.enter_context(op))
         torch.cuda.synchronize()
         yield ranks

@@ -40,7 +40,7 @@ def opened(rank: int, runs: Runs, group: dist.ProcessGroup | None = None) -> Any
     """Return an operation whose kernel has several programs."""
     runs.begin(rank)
     op = runs.open(32, 48, HALF, group, timeout_s=PATIENCE_S)
-    op._sms = PROGRAMS
+    op._facts = op._facts._replace(sms=PROGRAMS)
     return op
 
 
@@ -167,7 +167,7 @@ def test_a_peer_that_does_not_permit_a_captured_push_is_named_and_later_replays_
     first = message_of(call)
     assert first.startswith("PeerTimeout: GemmReduceScatter, rank 0: rank 1, or one that it waits for")
     assert "did not come to the call in time" in first
-    op._errors.zero_()  # a replay does not look at what went wrong before
+    op._failures.words.zero_()  # a replay does not look at what went wrong before
     op._patience_ticks = 10**7
     assert message_of(call) == "nothing was raised"
     fork = op._flags.local[DONE.value, rank].data_ptr()

@@ -120,7 +120,7 @@ def test_a_check_ends_once_a_call_has_failed_though_the_device_does_not(monkeypa
         op.check()
         assert len(polls) == 3  # as long as no call has failed it waits for the device
         monkeypatch.setattr(op._memory, "mark", lambda: lambda: False)
-        op._errors[1] = NO_PERMIT.value << 60
+        op._failures.words[1] = NO_PERMIT.value << 60
         for end in (op.check, check_calls, op.close):
             began = time.monotonic()
             with pytest.raises(PeerTimeout, match="rank 0: rank 1, or one that it waits for"):
@@ -153,7 +153,7 @@ def test_a_check_of_another_operation_ends_too(monkeypatch, end, fails):
     install_for_operations(monkeypatch, PretendedDriver(), 2)
     sizes = (16, 24, torch.float16)
     operations = [GemmReduceScatter(*sizes, timeout_s=0.1, collective=False)]
-    memory, errors = operations[0]._memory, operations[0]._errors
+    memory, errors = operations[0]._memory, operations[0]._failures.words
     is_stuck, began = True, time.monotonic()
     monkeypatch.setattr(memory, "mark", lambda: lambda: not is_stuck or time.monotonic() > began + 30)
     with GemmReduceScatter(*sizes, timeout_s=0.1, collective=False) as op:
@@ -178,7 +178,7 @@ def test_a_check_of_another_operation_ends_too(monkeypatch, end, fails):
 def test_an_operation_that_is_dropped_keeps_its_memory_where_kernels_may_still_run(monkeypatch):
     install_for_operations(monkeypatch, PretendedDriver(), 2)
     op = GemmReduceScatter(16, 24, torch.float16, collective=False)
-    kept = {id(op._flags), id(op._partial)}
+    kept = {id(op._flags), id(op._held.partial)}
     del op
     gc.collect()
     assert kept <= {*map(id, cuda._abandoned)}

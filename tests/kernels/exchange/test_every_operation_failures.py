@@ -167,7 +167,7 @@ def test_a_copy_that_does_not_end_is_told_from_a_peer_that_does_not_come(rank, n
         def copy_last_late(dst, src, stream):
             begun.append(dst)
             if len(begun) == copies:
-                stream.enqueue(lambda: wait_for(op._error_records.any, 100.0))
+                stream.enqueue(lambda: wait_for(op._failures.words.any, 100.0))
             copy(dst, src, stream)
 
         op._memory.copy = copy_last_late

@@ -222,7 +222,7 @@ def sums_of_a_candidate(body: str, captured: bool, calls: int, dtype: torch.dtyp
             else:
                 for tensor in (a, weight, addend):
                     tensor.normal_()
-            for tensor in (out, op._partial, op._staged.local):
+            for tensor in (out, op._held.partial, op._held.staged):
                 tensor.fill_(float("nan"))
             theirs = torch.randn(rows, n).to(DTYPE).pin_memory()
             torch.cuda.synchronize()
@@ -240,7 +240,7 @@ def sums_of_a_candidate(body: str, captured: bool, calls: int, dtype: torch.dtyp
             begin = 0
             for end in (128, rows):
                 time.sleep(LATE_S)
-                memory.copy(op._staged.local[0, begin:end], theirs[begin:end], peer.stream)
+                memory.copy(op._held.staged[0, begin:end], theirs[begin:end], peer.stream)
                 peer.write(here[flags.ARRIVED.value, 1], end)
                 begin = end
             op.check()
@@ -248,7 +248,8 @@ def sums_of_a_candidate(body: str, captured: bool, calls: int, dtype: torch.dtyp
             if scales:
                 product *= scales["scale_a"] * scales["scale_weight"].T
             wanted = product[:rows] + theirs.to(DEVICE).float()
-            pushed = op._staged.peers[1][0, :rows].to(DEVICE)
+            [(_, pushed, _)] = op._pusher._sums
+            pushed = pushed[:rows].to(DEVICE)
             found += [relative(out, wanted), relative(pushed, product[rows:])]
             if captured and not call:
                 with torch.cuda.graph(graph, capture_error_mode="thread_local"):

@@ -128,7 +128,7 @@ class CallsOfExperts(Calls):
         flags = self._announced(torch.zeros(FLAGS, len(self.ops), dtype=torch.int32, device=DEVICE), told)
         for rank, routing in enumerate(self.routings):
             routing.plan.sort(
-                *(self.ids, flags, self.ops[rank]._errors),
+                *(self.ids, flags, self.ops[rank]._failures.words),
                 pairs=self.a.shape[1],
                 topk=TOPK,
                 stride=ROWS * TOPK,
