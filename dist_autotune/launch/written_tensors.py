@@ -114,7 +114,7 @@ class WrittenTensors:
     def changed(self) -> dict[Region, str]:
         """Return, with names, what was there before the call and may have been changed since; record no more.
 
-        What launches were given, and what torch has changed; without what kernels say that they change.
+        What launches were given, without what their kernels say that they change, and what torch has changed.
         """
         found = dict(self.given or {})
         with torch._C.DisableTorchFunctionSubclass():
@@ -133,8 +133,7 @@ class WrittenTensors:
             }
         self.given = None
         self._versions.clear()
-        kept = self._copies
-        return {region: name for region, name in found.items() if region not in kept and region[0] not in own}
+        return {region: name for region, name in found.items() if region[0] not in own}
 
     def _was_there(self, storage: StorageWeakRef, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is none that a run of this call has allocated."""
@@ -153,8 +152,10 @@ class WrittenTensors:
 
 
 def region_of(tensor: torch.Tensor) -> Region | None:
-    """Return where a tensor lies; None: nowhere, or it is empty."""
+    """Return where a tensor lies; None: nowhere, or it is empty or nested."""
     try:
+        if tensor.is_meta or tensor.is_nested:
+            return None
         storage = StorageWeakRef(tensor.untyped_storage())
         strides, offset = tuple(tensor.stride()), tensor.storage_offset()
     except _NO_STORAGE:

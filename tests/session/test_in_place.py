@@ -1,12 +1,13 @@
 """Work in place that nobody declared: found at the first repeat, put back, and told."""
 
 import contextlib
+import itertools
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from kernels_for_tests import accumulate, double, launch, numbers, only, winner
+from kernels_for_tests import accumulate, double, launch, numbers, winner
 
 RACING = {"n_warmup": None, "n_repeat": None}  # run 2 has the plan of run 1
 MS = {16: 3.0, 32: 1.0, 64: 2.0}
@@ -17,12 +18,12 @@ def in_place_by_kernel(bench: Any) -> tuple[Any, torch.Tensor]:
     return lambda: launch(kernel, torch.ones(64), total), total
 
 
-def in_place_by_torch(bench: Any) -> tuple[Any, torch.Tensor]:
-    kernel, total = bench.kernel(MS), torch.zeros(64)
+def in_place_by_torch_before_a_declared_write(bench: Any) -> tuple[Any, torch.Tensor]:
+    kernel, total = bench.kernel(MS, accumulate, restore_value=["y_ptr"]), torch.zeros(64)
 
     def step():
         total.add_(1)
-        return launch(kernel, numbers()) * 0 + total
+        return launch(kernel, torch.zeros(64), total)
 
     return step, total
 
@@ -45,7 +46,7 @@ def gradient(bench: Any) -> tuple[Any, torch.Tensor]:
     ("make", "names"),
     [
         (in_place_by_kernel, "argument y_ptr of accumulate"),
-        (in_place_by_torch, "a tensor that torch changes"),
+        (in_place_by_torch_before_a_declared_write, "a tensor that torch changes"),
         (gradient, "a (gradient|tensor that torch changes)"),
     ],
 )
@@ -87,9 +88,12 @@ def test_runs_that_are_asked_for_are_compared_if_the_first_two_have_one_config(
 def test_what_is_declared_or_written_anew_in_each_run_is_no_work_in_place(bench):
     kernel, other = bench.kernel(MS), bench.kernel(MS, double)
     out, counted, noise = torch.zeros(64), torch.zeros(()), torch.zeros(64)
-    weight = torch.ones(64, requires_grad=True)
+    weight, no_memory = torch.ones(64, requires_grad=True), torch.ones(2).to("meta")
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
 
     def step():
+        jagged.zero_()
+        no_memory.zero_()
         launch(kernel, numbers(), out)
         launch(other, out)
         counted.add_(1)
@@ -106,17 +110,19 @@ def test_what_is_declared_or_written_anew_in_each_run_is_no_work_in_place(bench)
     assert counted == 1
 
 
-def test_what_rounding_explains_is_no_work_in_place(bench):
-    kernel, out, runs = bench.kernel(MS), torch.zeros(64), []
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+@pytest.mark.parametrize(("other", "is_found"), [(1 + 1e-6, False), (float("inf"), True)])
+def test_what_rounding_explains_is_no_work_in_place(bench, dtype, other, is_found):
+    kernel, out, values = bench.kernel(MS), torch.zeros(64, dtype=dtype), itertools.cycle([1.0, other])
 
     def step():
-        runs.append(None)
-        out.copy_(numbers() * (1 + 1e-6 * (len(runs) % 2)))
-        launch(kernel, out)
+        out.fill_(next(values))
+        launch(kernel, numbers())
 
     tuned = bench.tune(step, **RACING)
-    tuned()
-    assert winner(only(tuned.report)) == 32
+    with pytest.warns(UserWarning, match="in place") if is_found else contextlib.nullcontext():
+        tuned()
+    assert bool(tuned.untuned) == is_found
 
 
 @pytest.mark.parametrize("preserves", [False, True])
