@@ -8,6 +8,7 @@ same object, memory and dtype, whatever a `state_dict` leaves out or converts.
 from __future__ import annotations
 
 import enum
+import functools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
@@ -105,9 +106,10 @@ def _opened(item: Any) -> tuple[list[_Restore], list[Any]]:
         # A library's module counts calls beside state in C++, as DistributedDataParallel does.
         of_library = isinstance(item, torch.nn.Module) and _is_of_library(item)
         belongs, kept = _is_held if of_library else _is_state, _attributes(item)
-        return [_bindings(each, belongs) for each in kept], [
-            value for each in kept for value in each.values()
-        ]
+        restorers = [_bindings(each, belongs) for each in kept]
+        if of_library and hasattr(item, "training"):
+            restorers.append(functools.partial(setattr, item, "training", item.training))
+        return restorers, [value for each in kept for value in each.values()]
     return [], []
 
 
@@ -135,7 +137,7 @@ def _is_holder(value: Any) -> bool:
     if _is_of_library(value):
         return False
     values = [value for attributes in kept for value in attributes.values()]
-    values += [each for value in values if isinstance(value, (list, tuple)) for each in value]
+    values += [each for value in values if isinstance(value, (list, tuple, set, deque)) for each in value]
     values += [each for value in values if isinstance(value, dict) for each in value.values()]
     return any(isinstance(each, torch.Tensor) or _is_generator(each) for each in values)
 

@@ -2,6 +2,7 @@
 
 import random
 import types
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -181,6 +182,7 @@ class Adapted(torch.nn.Module):
                 tensor.add_(1)
         self.cache, self.caches["b"] = self.cache + 1, []
         self.caches["a"].append(self.caches["a"][0].add_(1))
+        self.eval()
 
 
 def test_what_a_module_keeps_beside_its_state_dict_is_put_back_in_place():
@@ -194,6 +196,8 @@ def test_what_a_module_keeps_beside_its_state_dict_is_put_back_in_place():
     assert not any(each.any() for each in zeros)
     assert torch.equal(module.base.weight, weight)
     assert module.cache is cache
+    assert module.training
+    assert module.base.training
     assert module.counts.data_ptr() == memory
     assert (list(module.caches), len(module.caches["a"]), module.calls) == (["a"], 1, 0)
     assert module.operation is made is not None  # no state: it is not made again in each run
@@ -228,7 +232,7 @@ def test_an_optimizer_s_state_keeps_its_dtype_and_its_objects():
 @pytest.mark.parametrize("is_held", [False, True], ids=["named", "held"])
 def test_a_generator_gives_the_same_numbers_again(make, draw, is_held):
     generator = make()
-    named = types.SimpleNamespace(generator=generator) if is_held else generator
+    named = types.SimpleNamespace(held=deque([generator])) if is_held else generator
     check_preserved([named])
     snapshot = Snapshot([named])
     first = draw(generator)
