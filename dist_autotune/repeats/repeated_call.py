@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -45,11 +46,13 @@ class RepeatedCall(Generic[T]):
                 return self._thunk()
         except Exception as error:
             if self._runs > 1 and not (isinstance(error, TuningError) or is_reported(error)):
-                error.add_note(
+                note = (
                     f"dist_autotune had run {self._name} again with the same arguments, to tune its kernels: "
                     f"this was run {self._runs} of the call. Name what the first run has consumed or "
                     'changed in preserve=, or decorate the function with mode="online": one run a call.'
                 )
+                with contextlib.suppress(Exception):  # it takes none
+                    error.add_note(note)
             raise
 
     def end(self, *, with_first: bool = False) -> None:

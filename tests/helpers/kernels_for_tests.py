@@ -254,6 +254,8 @@ def inject(bench: Bench, where: str, errors: Mapping[int, Callable[[], BaseExcep
 class Mine(Exception):
     """What the user's own code raises."""
 
+    __notes__ = ()  # it takes none
+
 
 def is_outside() -> bool:
     """Return whether no call of a tuned function is under way: launches are stock Triton's."""

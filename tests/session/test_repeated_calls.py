@@ -10,7 +10,7 @@ import torch
 from kernels_for_tests import launch, numbers, only, winner
 from torch.utils.checkpoint import checkpoint
 
-from dist_autotune.errors import InvalidOption, NotRepeatable
+from dist_autotune.errors import NotRepeatable
 
 MS = {16: 3.0, 32: 1.0, 64: 2.0}
 
@@ -50,14 +50,6 @@ def test_a_settled_call_does_not_take_an_iterator_that_a_new_key_would_need_agai
     tuned(ones_of(64))
     with pytest.raises(NotRepeatable, match="list_iterator"):
         tuned(iter(ones_of(128)))
-
-
-def test_a_generator_function_cannot_be_decorated(bench):
-    def each(x):
-        yield x
-
-    with pytest.raises(InvalidOption, match="is a generator function"):
-        bench.tune(each)
 
 
 CONTAINERS = {

@@ -151,6 +151,7 @@ def test_a_step_tuner_is_copied_and_pickled_without_what_is_under_way():
 
 REFUSED = {
     "a number": (3, "decorates a function, not 3"),
+    "generator": (lambda: (yield), "is a generator function"),
     "async def": (coroutine, "is asynchronous"),
     "async generator": (async_generator, "is asynchronous"),
     "partial of async": (functools.partial(coroutine), "is asynchronous"),
