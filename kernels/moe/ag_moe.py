@@ -39,7 +39,7 @@ from ..tensors import (
 )
 from .ag_moe_kernel import all_gather_moe
 from .launch import HEIGHTS, check_experts
-from .operation import ExpertOperands, ExpertOperation, ExpertPlan
+from .operation import ExpertOperands, ExpertOperation, ExpertPlan, TileOrders
 from .plan import Routing, Sorting
 
 
@@ -71,7 +71,7 @@ class AllGatherMoE(ExpertOperation):
     call of its class; a replay waits for its peers as any collective does.
     """
 
-    _orders, _by_first, _shared_order = 2, False, 0
+    _tile_orders = TileOrders(2, by_first=False, shared=0)
     _rows_name, _weighted, _way = "x_shard", "route", "ag_moe way"
     _failure_kinds = ExpertOperation._failure_kinds._replace(
         late="rank {peer}, or one that it waits for, did not push its tokens in time"
@@ -244,7 +244,7 @@ class AllGatherMoE(ExpertOperation):
         """Enqueue the kernel of a call; sources: in place of the plan's."""
         tokens, flags, rank = self._gather.local, self._flags.local, self.rank
         if sorting.is_gathered:
-            tokens, flags, rank = self._gathered(), self._arrived, 0
+            tokens, flags, rank = self._gathered(), self._gatherer.arrived, 0
         plan = sorting.plan
         planned = (plan.rows, sources, sorting.ends, sorting.tables)
         tensors = (tokens, weight, out, *planned, flags, self._failures.words)

@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 
 from ..agreement.collective import Collective
-from ..exchange.flags import FLAGS, FREE, GIVEN, ROWS_SENT
+from ..exchange.flags import ARRIVED, FLAGS, FREE, GIVEN, ROWS_SENT
 from ..exchange.push import Pushes
 from ..symm import Step, SymmetricMemory, SymmetricTensor
 
@@ -34,10 +34,16 @@ ROWS_TOLD = slice(ROWS_SENT.value, GIVEN.value + 1, GIVEN.value - ROWS_SENT.valu
 
 
 class Announcer:
-    """Gives permits and tells peers this rank's choices."""
+    """Gives permits and tells peers this rank's choices; opening is collective.
 
-    def __init__(self, pushes: Pushes) -> None:
-        self._pushes = pushes
+    `ids` and `weights` have room for the choices of all ranks, rank p's from `p * capacity * topk` on.
+    """
+
+    def __init__(self, pushes: Pushes, capacity: int, max_topk: int) -> None:
+        self._pushes, self._capacity = pushes, capacity
+        most = pushes.memory.world_size * capacity * max_topk
+        self.ids = pushes.memory.allocate((most,), torch.int64)
+        self.weights = pushes.memory.allocate((most,), torch.float32)
 
     def permit(self, *, at_once: bool) -> None:
         """Enqueue permits, and waits for those of the peers, in a call that announces no choices.
@@ -51,23 +57,22 @@ class Announcer:
         pushes.owes_parts = True
 
     def announce(
-        self,
-        lists: tuple[SymmetricTensor, ...],
-        tokens: int,
-        topk: int,
-        stride: int,
-        given: int,
-        *,
-        at_once: bool,
+        self, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, given: int, *, at_once: bool
     ) -> None:
-        """Enqueue permits and choices, behind the caller's work so far; at_once: see `permit`.
+        """Put the choices in their place; enqueue permits and the choices, behind the caller's work so far.
 
-        lists: experts, and weights if there are any, one element a choice, rank by rank; this rank's lie in
-        place, from `rank * stride` on. given: this rank's digest of the tokens of all ranks.
+        given: this rank's digest of the tokens of all ranks. at_once: see `permit`.
         """
-        first, last = self._pushes.fork(at_once=at_once)
-        begin = self._pushes.memory.rank * stride
+        tokens, topk = topk_ids.shape
+        begin = self._pushes.memory.rank * self._capacity * topk
         part, told = slice(begin, begin + tokens * topk), tokens * TOPK_SPAN.value + topk
+        given_lists = [(self.ids, topk_ids)]
+        if topk_weights is not None:
+            given_lists.append((self.weights, topk_weights))
+        for held, choices in given_lists:
+            held.local[part].copy_(choices.detach().reshape(-1))
+        lists = tuple(held for held, _ in given_lists)
+        first, last = self._pushes.fork(at_once=at_once)
         steps = self._steps(lists if tokens else (), part, told, given)
         key = "choices", tokens, topk, len(lists), given
         self._pushes.run(key, itertools.chain(first, steps, last), at_once=at_once)
@@ -95,6 +100,9 @@ class ChoiceGatherer:
         self._ids, self._weights = ids, weights
         shape = (FLAGS, memory.world_size)
         self.flags = memory.hold(torch.zeros(shape, dtype=torch.int32, device=memory.device))
+        arrived = torch.zeros((FLAGS, 1), dtype=torch.int32, device=memory.device)
+        arrived[[ROWS_SENT.value, ARRIVED.value]] = 1
+        self.arrived = memory.hold(arrived)  # for a kernel that takes all chunks for one rank's
         self._messages = ids.new_empty(0)
 
     def gather(

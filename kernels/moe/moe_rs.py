@@ -44,7 +44,7 @@ from ..tensors import (
 )
 from .launch import check_experts, size_class
 from .moe_rs_kernel import moe_reduce_scatter
-from .operation import ExpertOperands, ExpertOperation, ExpertPlan
+from .operation import ExpertOperands, ExpertOperation, ExpertPlan, TileOrders
 from .plan import Routing, Sorting
 
 SUMS = ("pushed", "stored")  # by copy engines, or by the kernel
@@ -75,7 +75,7 @@ class MoEReduceScatter(ExpertOperation):
     call T * topk * n more.
     """
 
-    _orders, _by_first, _shared_order = 1, True, 2
+    _tile_orders = TileOrders(1, by_first=True, shared=2)
     _rows_name, _weighted, _way = "y", "call", "moe_rs way"
     _failure_kinds = ExpertOperation._failure_kinds._replace(
         late="rank {peer}, or one that it waits for, did not push its sums for chunk {rank} in time"
@@ -198,7 +198,7 @@ class MoEReduceScatter(ExpertOperation):
             self._tell(plan, operands, is_gathered=is_gathered, at_once=not is_capturing)
         sorting = self._sort(plan, operands, is_gathered=is_gathered)
         if factors is None:
-            factors = self._weights.local if routing is None else routing.weights
+            factors = self._announcer.weights.local if routing is None else routing.weights
         products = y.new_empty((y.shape[0], self._n))
         read = (y, operands.weight, products, factors.detach(), sorting)
         launch = functools.partial(self._launch, *read, stores)
@@ -256,7 +256,7 @@ class MoEReduceScatter(ExpertOperation):
         """Enqueue the kernel of a call, or of one stage; `step` is 0, 1, ... in the order of launches."""
         world, rank, flags, plan = self.world_size, self.rank, self._flags.local, sorting.plan
         if sorting.is_gathered:
-            world, rank, flags = 1, 0, self._arrived
+            world, rank, flags = 1, 0, self._gatherer.arrived
         first_part, parts = (0, world) if step is None else (step, 1)
         sums = (products, self._partial, self._staged.local, factors)
         counters = self._counters if sorting.is_shared else plan.counters

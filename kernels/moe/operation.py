@@ -15,7 +15,7 @@ from ..agreement.ballots import COLLECTIVE, REFUSED_TERMS, TERMS_BITS
 from ..agreement.failures import FailureKinds, Refusal
 from ..configs import upcasts
 from ..exchange.call import NumberedCalls
-from ..exchange.flags import ARRIVED, FLAGS, ROWS_SENT
+from ..exchange.flags import FLAGS
 from ..exchange.push import Pushes
 from ..launches.settled import TunedKernel, TunedLaunch
 from ..signals import Failure
@@ -62,12 +62,18 @@ class ExpertOperands(NamedTuple):
     factors: torch.Tensor | None = None  # in place of the weights of the routing
 
 
+class TileOrders(NamedTuple):
+    """The orders of tiles that the tables of an operation have, see `routing`."""
+
+    orders: int
+    by_first: bool  # the own chunk is visited last, and a tile belongs to its first stage, not to its last
+    shared: int  # that of a routing, unless all ranks' chunks are here
+
+
 class ExpertOperation(NumberedCalls):
     """An operation whose calls begin by telling all ranks which experts each token goes to."""
 
-    _orders: int  # how many orders of tiles its tables have, see `routing`
-    _by_first: bool  # the own chunk is visited last, and a tile belongs to its first stage, not to its last
-    _shared_order: int  # of the tiles of a routing, unless all ranks' chunks are here
+    _tile_orders: TileOrders
     _rows_name: str  # of the argument
     _weighted: str  # the kind of calls whose choices have weights
     _key: tuple[Hashable, ...]  # of that choice: columns and type of the operation
@@ -111,21 +117,15 @@ class ExpertOperation(NumberedCalls):
         super().__init__(dtype, group, backend, timeout_s)
 
     def _allocate(self) -> None:
-        most = self.world_size * self._capacity * self._max_topk
-        self._ids = self._memory.allocate((most,), torch.int64)
-        self._weights = self._memory.allocate((most,), torch.float32)
         self._flags = self._memory.allocate((FLAGS, self.world_size), torch.int32)
         self._pushes = Pushes(self._memory, self._memory.side_stream(), self._flags)
         self._tokens = TokenCounts(type(self).__name__, self._capacity, self._memory)
         self._plans: dict[tuple[int, int, int], Plan] = {}
         self._checked: dict[Hashable, Apart] = {}  # by the layouts of tensors that have been checked
         self._launches: dict[Hashable, TunedLaunch] = {}  # by all that they depend on
-        self._announcer = Announcer(self._pushes)
-        self._gatherer = ChoiceGatherer(self._memory, self._ids.local, self._weights.local)
-        # Flags for a kernel of one rank: all is here.
-        arrived = torch.zeros((FLAGS, 1), dtype=torch.int32, device=self.device)
-        arrived[[ROWS_SENT.value, ARRIVED.value]] = 1
-        self._arrived = self._memory.hold(arrived)
+        self._announcer = Announcer(self._pushes, self._capacity, self._max_topk)
+        of_all = self._announcer.ids.local, self._announcer.weights.local
+        self._gatherer = ChoiceGatherer(self._memory, *of_all)
         self._collective = self._open_collective(self._makes_collectives, most_rows=math.inf)
 
     # ---- one call, see `exchange.call`
@@ -207,23 +207,8 @@ class ExpertOperation(NumberedCalls):
             of_call = (max(self._told) * plan.topk, self._digest(is_shared))
             self._gatherer.gather(self._collective, topk_ids, operands.topk_weights, *of_call)
         else:
-            self._announce(topk_ids, operands.topk_weights, is_shared, at_once=at_once)
-
-    def _announce(
-        self, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, is_shared: bool, *, at_once: bool
-    ) -> None:
-        """Put the choices in their place and enqueue their announcement."""
-        tokens, topk = topk_ids.shape
-        given = [(self._ids, topk_ids)]
-        if topk_weights is not None:
-            given.append((self._weights, topk_weights))
-        begin = self.rank * self._capacity * topk
-        for told, choices in given:
-            if tokens:
-                told.local[begin : begin + tokens * topk].copy_(choices.detach().reshape(-1))
-        lists = tuple(told for told, _ in given)
-        of_call = (tokens, topk, self._capacity * topk, self._digest(is_shared))
-        self._announcer.announce(lists, *of_call, at_once=at_once)
+            given = self._digest(is_shared)
+            self._announcer.announce(topk_ids, operands.topk_weights, given, at_once=at_once)
 
     def _digest(self, is_shared: bool) -> int:
         return self._tokens.digest(self._told) + (SHARED_DIGEST.value if is_shared else 0)
@@ -233,15 +218,17 @@ class ExpertOperation(NumberedCalls):
         routing, topk = operands.routing, of_call.topk
         if of_call.kind == "call":
             plan = self._plan_for(of_call.experts, topk, stages=1 if is_gathered else self.world_size)
-            first = (self.rank + self._by_first) % self.world_size  # the own chunk, or the one behind it
+            first = (
+                self.rank + self._tile_orders.by_first
+            ) % self.world_size  # the own chunk, or the one behind it
             self._fill(plan, operands.topk_ids, first, is_gathered=is_gathered)
             return Sorting(plan, topk, 0, None, is_gathered)
         if routing is None:  # of the choices and weights of all ranks, for both operations of a layer
             plan = shared_plan(self.world_size, of_call.experts, sum(self._told) * topk, self.device)
-            weights = self._weights.local
+            weights = self._announcer.weights.local
             self._fill(plan, operands.topk_ids, self.rank, weights, is_gathered=is_gathered)
             routing = Routing(plan, self._told, topk)
-        order = BY_EXPERT if is_gathered else self._shared_order
+        order = BY_EXPERT if is_gathered else self._tile_orders.shared
         return Sorting(routing.plan, topk, order, routing, is_gathered)
 
     def _plan_for(self, experts: int, topk: int, stages: int) -> Plan:
@@ -252,8 +239,8 @@ class ExpertOperation(NumberedCalls):
                 world_size=self.world_size,
                 experts=experts,
                 most=self.world_size * self._capacity * topk,
-                orders=self._orders,
-                by_first=self._by_first,
+                orders=self._tile_orders.orders,
+                by_first=self._tile_orders.by_first,
                 device=self.device,
                 stages=stages,
             )
@@ -274,7 +261,7 @@ class ExpertOperation(NumberedCalls):
         if is_gathered:
             self._gatherer.deliver(stride)
         plan.sort(
-            self._ids.local,
+            self._announcer.ids.local,
             self._gatherer.flags if is_gathered else self._flags.local,
             self._failures.words,
             pairs=sum(self._told) * topk,

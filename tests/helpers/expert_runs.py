@@ -175,7 +175,7 @@ class Scattering(ExpertRuns):
         return MoEReduceScatter(tokens_per_rank, size, dtype, group, **self.options, **named)
 
     def buffers(self, op):
-        return op._staged.local, op._partial, op._weights.local
+        return op._staged.local, op._partial, op._announcer.weights.local
 
     def operands(self, op, tokens, size, experts=3, topk=2, kind="any", group=None):
         """Return y, weight, ids and weights; a dropped choice has NaN for its row and its weight."""
