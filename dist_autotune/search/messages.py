@@ -149,6 +149,16 @@ class Opening(Message, frozen=True, tag="open"):
     crashes: dict[str, Crash] = {}  # by session
 
 
+class HostTimes(Struct, frozen=True, omit_defaults=True):
+    """How late a rank's host came to a run, and how long it took for it; of all ranks, the most of each."""
+
+    sent_ns: int = 0  # when its report was sent, where all ranks read one clock
+    lag_ns: int = 0  # how long after the exchange before it came to this run
+    wanted_ms: float = 0.0  # the filler that it wants before the next run
+    enqueue_ms: float = 0.0  # what it takes to enqueue a run; 0.0: not known
+    late_ms: float = 0.0  # how much longer than usual it took for the trial
+
+
 class RunReport(Message, frozen=True, tag="run"):
     """At the end of a run of a session."""
 
@@ -157,11 +167,7 @@ class RunReport(Message, frozen=True, tag="run"):
     run: Part = Part()  # time of the whole run
     bits: Bits | None = None  # None: they are not compared
     elapsed_s: float = 0.0
-    sent_ns: int = 0  # when it was sent, where all ranks read one clock
-    lag_ns: int = 0  # how long after the exchange before this rank came to this run
-    wanted_ms: float = 0.0  # the filler that the host wants before the next run
-    host_ms: float = 0.0  # what the host takes to enqueue a run; 0.0: not known
-    late_ms: float = 0.0  # how much longer than usual the host took for the trial
+    host: HostTimes = HostTimes()
     step_s: float = 0.0  # since the end of the run before, with the exchange behind that
     apart: int = 0  # runs since the last exchange, before this one
     apart_s: float = 0.0  # of one of them

@@ -13,7 +13,7 @@ from msgspec import Struct, msgpack
 from ..codec import digest
 from .budget import Forecast
 from .expectation.fields import TimesByKey
-from .messages import Ban, Crash, CrashBans, Offers
+from .messages import Ban, Crash, CrashBans, HostTimes, Offers
 from .phases.pace import Cost
 from .phases.step_gain import StepGain
 from .rules import BY_LAUNCH, Rules
@@ -190,18 +190,24 @@ class OpeningOrder(Struct, frozen=True, omit_defaults=True):
     remarks: tuple[str, ...] = ()
 
 
+class NextRun(Struct, frozen=True, omit_defaults=True):
+    """What the next run is for, as a whole."""
+
+    judged: str | None = None  # what its time is a sample of; None: it is not timed
+    tries: bool = False  # something that it launches may be timed
+    follows_fit: bool = False  # choosing it took the host long: ranks come late to it
+    compares_outputs: bool = False
+    compiles: bool = True  # beside it; False: compilers pause
+    apart: int = 0  # so many runs without a trial come before the next exchange
+
+
 class RunOrder(Struct, frozen=True, omit_defaults=True):
-    """What a run was, and the next one as a whole."""
+    """What follows from a run."""
 
     runs: int = 0  # so far
-    judged_run: str | None = None  # what the whole next run is a sample of; None: it is not timed
-    tries: bool = False  # something that the next run launches may be timed
-    follows_fit: bool = False  # choosing the next run took the host long: ranks come late to it
-    compares_outputs: bool = False
-    counts: bool = False  # the time of the last run as a whole was a sample
+    next_run: NextRun = NextRun()
+    counts: bool = False  # the time of the run as a whole was a sample
     is_pending: bool = False  # online: a rank has not read that time yet
-    compiles: bool = True  # beside the next run; False: compilers pause
-    apart: int = 0  # so many runs without a trial come before the next exchange
     done: bool = False
     retunes: bool = False  # all ranks tune anew from the next call on
     has_work: bool = True
@@ -216,10 +222,7 @@ class RunOrder(Struct, frozen=True, omit_defaults=True):
     forecast: Forecast | None = None
     cost: Cost = Cost()
     gain: StepGain | None = None
-    sent_ns: int = 0
-    lag_ns: int = 0
-    wanted_ms: float = 0.0
-    late_ms: float = 0.0
+    host: HostTimes = HostTimes()
 
 
 class Order(Struct, frozen=True, omit_defaults=True):
@@ -250,7 +253,7 @@ class Orders:
         self._told: dict[str, dict[str, ContextOrder]] = {}  # by kernel: the latest results, by context
         self._digest = 0  # of all results
         self.aliases: dict[str, str] = {}  # ids of kernels that go by another id
-        self.run = RunOrder(tries=rules.tunes)
+        self.run = RunOrder(next_run=NextRun(tries=rules.tunes))
         self.session = ""  # the last one that used this state
         self.crash_bans: CrashBans = {}
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Struct, field
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from ..codec import digest
 from ..errors import RankMismatch
@@ -21,6 +21,7 @@ from .messages import (
     Bits,
     Crash,
     CrashBans,
+    HostTimes,
     LaunchReport,
     Message,
     Offers,
@@ -35,10 +36,7 @@ Reports: TypeAlias = Mapping[int, bytes]  # by rank
 
 SOURCE_OF = "the source of kernel "  # and its name: a fact that runs report
 # Of a run the largest of all ranks counts.
-_OF_SLOWEST = (
-    *("elapsed_s", "sent_ns", "lag_ns", "wanted_ms", "host_ms", "late_ms"),
-    *("step_s", "apart", "apart_s", "retunes"),
-)
+_OF_SLOWEST = ("elapsed_s", "step_s", "apart", "apart_s", "retunes")
 SAID_FIRST = ("the tuned function", "the source of the tuned function")  # of several facts that differ
 
 
@@ -57,11 +55,7 @@ class AgreedRun(Struct, frozen=True, omit_defaults=True):
     run: AgreedPart = AgreedPart()  # the run as a whole
     bits: Bits | None = None
     elapsed_s: float = 0.0
-    sent_ns: int = 0  # by the last rank
-    lag_ns: int = 0
-    wanted_ms: float = 0.0
-    host_ms: float = 0.0
-    late_ms: float = 0.0
+    host: HostTimes = HostTimes()
     step_s: float = 0.0
     apart: int = 0
     apart_s: float = 0.0
@@ -98,9 +92,11 @@ def agreed_run(
         return (-1, 0, name) if new is None else (new.rank, new.place, name)
 
     most = {name: max(getattr(report, name) for report in each) for name in _OF_SLOWEST}
+    host = HostTimes(*map(max, zip(*(astuple(report.host) for report in each), strict=True)))
     return AgreedRun(
-        parts={name: _with_late_host(parts[name], most["late_ms"]) for name in sorted(parts, key=place)},
-        run=_with_late_host(agreed_part({r: report.run for r, report in reports.items()}), most["late_ms"]),
+        parts={name: _with_late_host(parts[name], host.late_ms) for name in sorted(parts, key=place)},
+        run=_with_late_host(agreed_part({r: report.run for r, report in reports.items()}), host.late_ms),
+        host=host,
         bits=_agreed_bits([report.bits for report in each if report.bits is not None]),
         exchange_s=min(report.exchange_s for report in each),
         **most,

@@ -18,6 +18,7 @@ from .orders import (
     ContextChanges,
     ContextOrder,
     NextLaunch,
+    NextRun,
     OpeningOrder,
     Order,
     Orders,
@@ -171,14 +172,16 @@ class Search:
         is_cut_short = state.closing and rules.tunes and rules.mode == "replay"
         return RunOrder(
             runs=state.runs,
-            judged_run=state.judged_run,
-            tries=state.tries,
-            follows_fit=state.phase.follows_fit,
-            compares_outputs=state.compares_outputs,
+            next_run=NextRun(
+                judged=state.judged_run,
+                tries=state.tries,
+                follows_fit=state.phase.follows_fit,
+                compares_outputs=state.compares_outputs,
+                compiles=not state.pace.holds,
+                apart=state.apart,
+            ),
             counts=state.has_counted_run,
             is_pending=run.run.is_pending,
-            compiles=not state.pace.holds,
-            apart=state.apart,
             done=state.done,
             retunes=run.retunes,
             has_work=state.has_work,
@@ -186,10 +189,7 @@ class Search:
             forecast=state.forecast,
             cost=state.pace.cost,
             gain=state.steps.gain,
-            sent_ns=run.sent_ns,
-            lag_ns=run.lag_ns,
-            wanted_ms=run.wanted_ms,
-            late_ms=run.late_ms,
+            host=run.host,
             **values,  # type: ignore[arg-type]
         )
 

@@ -23,7 +23,7 @@ from ..launch.rank_context import part_of
 from ..logs import decisions
 from ..logs.records import Note, Preflighted, RunStarted
 from ..ranks.exchange import PATIENCE
-from ..search.messages import Part, RunReport
+from ..search.messages import HostTimes, Part, RunReport
 from ..search.orders import RunOrder
 from ..search.reports import SOURCE_OF
 from ..search.rules import BY_LAUNCH
@@ -59,7 +59,6 @@ class RankRun:
         longest_ms = LONGEST_MS[options.mode] if options.filler_ms is None else options.filler_ms
         self._filler: StreamFiller | None = make_filler(longest_ms)
         self._most_lead_ms = math.inf if self._waits else longest_ms
-        self._wanted_ms = 0.0  # the filler that the slowest rank wants
         self._compiler: Compiler | None = None  # made when there is something to compile
         self.apart = 0  # runs without a trial that come before the next exchange
         self._exchange_s = 0.0  # of the last one, with the report and what follows
@@ -101,18 +100,19 @@ class RankRun:
     def timed(self) -> Iterator[None]:
         """Fill the stream before the block where the run is a trial; time the block where runs are judged."""
         order, time_spent = self._state.orders.run, self._state.time_spent
-        is_timed = order.judged_run is not None and self._whole.report is None
+        planned = order.next_run
+        is_timed = planned.judged is not None and self._whole.report is None
         self.is_replayed = is_timed and self._state.function.is_replayed
         is_timed = is_timed and not self.is_replayed
         self._late_ms = 0.0 if self.is_replayed else self._late_ms  # replays are queued ahead
-        is_filled = order.tries and not (self.is_replayed or interception.is_capturing())
+        is_filled = planned.tries and not (self.is_replayed or interception.is_capturing())
         filler = self._filler if is_filled else None
         compiled_s = time_spent.seconds.compiling_s
-        start_of_run = functools.partial(self._start.lead_ms, follows_fit=order.follows_fit)
+        start_of_run = functools.partial(self._start.lead_ms, follows_fit=planned.follows_fit)
         if filler is None:
             start_of_run(0.0)  # peers learn how late this rank comes in any case
         else:
-            length_ms = filler.length_ms(self._wanted_ms or filler.wanted_ms)
+            length_ms = filler.length_ms(order.host.wanted_ms or filler.wanted_ms)
             # Online a trial begins no later than `filler_ms`, and at once if that does not cover the host.
             most_ms = self._most_lead_ms if self._waits or length_ms else 0.0
             filler.begin(lambda: start_of_run(length_ms, most_ms))
@@ -123,7 +123,7 @@ class RankRun:
         if filler is not None:
             self._late_ms = filler.end(1e3 * (time_spent.seconds.compiling_s - compiled_s))
         if self.outputs is not None:
-            self.outputs.end_run(is_compared=order.compares_outputs)
+            self.outputs.end_run(is_compared=planned.compares_outputs)
 
     def capture(self, function: Callable[[], Any]) -> None:
         """Capture the run, made once more; raises CaptureFailed."""
@@ -156,30 +156,29 @@ class RankRun:
                     kernel, key = about.source.short_name, about.key_text
                     self._log.write(Preflighted(run=run, kernel=kernel, key=key, **asdict(counts)))
         parts = state.registry.report_run(waits=self._waits)
-        whole, judged = Part(), state.orders.run.judged_run
+        whole, judged = Part(), state.orders.run.next_run.judged
         if judged is not None or self._whole.report is not None:
             whole = part_of(self._whole.report_run(judged or "", waits=self._waits))
         state.guard.end_run()
         self.launched.update(parts)
         sources = {SOURCE_OF + name: texts for name, texts in state.registry.new_sources().items()}
         facts = function.facts(sources)
+        host: dict[str, Any] = {}
+        if self.shares_clock and not function.is_alone:
+            host |= self._start.stamp()
+        if (filler := self._filler) is not None:
+            host |= {"wanted_ms": filler.wanted_ms, "enqueue_ms": filler.host_ms, "late_ms": self._late_ms}
         report = RunReport(
             facts,
             parts=parts,
             run=whole,
+            host=HostTimes(**host),
             elapsed_s=elapsed_s,
             step_s=self._end_step(),
             apart=len(self._apart_s),
             apart_s=statistics.median(self._apart_s or [0.0]),
             exchange_s=self._exchange_s,
         )
-        if self.shares_clock and not function.is_alone:
-            report = replace(report, **self._start.stamp())
-        if self._filler is not None:
-            filler = self._filler
-            report = replace(
-                report, wanted_ms=filler.wanted_ms, late_ms=self._late_ms, host_ms=filler.host_ms
-            )
         if self.outputs is not None:
             report = replace(report, bits=self.outputs.report_run())
             if self.outputs.remark:
@@ -207,11 +206,10 @@ class RankRun:
 
     def apply_order(self, order: RunOrder) -> None:
         """Take over when the next run begins, and the names that the ranks have agreed on."""
-        self._start.apply_exchange(order.sent_ns, order.lag_ns)
-        self._wanted_ms = order.wanted_ms
-        self.apart, self._apart_s = order.apart, []
+        self._start.apply_exchange(order.host.sent_ns, order.host.lag_ns)
+        self.apart, self._apart_s = order.next_run.apart, []
         if self._compiler is not None:
-            self._compiler.pause(goes_on=order.compiles)
+            self._compiler.pause(goes_on=order.next_run.compiles)
         self._state.registry.rename(order.names)
         self.launched = {order.names.get(name, name) for name in self.launched}
 
@@ -233,8 +231,8 @@ class RankRun:
             if outcome.kind == "sample":
                 by_launch = outcome.judge == BY_LAUNCH and rank_context.samples.sample is not None
                 self.has_time = bool(self.has_time) or by_launch
-        registry.apply_outcomes(orders.contexts, order.outcomes, late_ms=order.late_ms)
-        whole.apply_outcome(waiting=waiting, counts=counts, late_ms=order.late_ms)
+        registry.apply_outcomes(orders.contexts, order.outcomes, late_ms=order.host.late_ms)
+        whole.apply_outcome(waiting=waiting, counts=counts, late_ms=order.host.late_ms)
 
     def abandon(self) -> None:
         """Drop samples and reports of the run under way: no rank counts it."""

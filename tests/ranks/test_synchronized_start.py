@@ -11,7 +11,7 @@ from kernels_for_tests import Bench, launch, numbers
 from rank_programs import tune
 
 from dist_autotune import tunable
-from dist_autotune.search.messages import RunReport
+from dist_autotune.search.messages import HostTimes, RunReport
 from dist_autotune.search.reports import agreed_run
 from dist_autotune.timing import synchronized_start
 from dist_autotune.timing.synchronized_start import (
@@ -40,11 +40,11 @@ class Ranks:
         self, lags_ms: list[float], most_ms: float = math.inf, *, follows_fit: bool = False
     ) -> list[float]:
         """Exchange, and let each rank come to its run so long after that; return when each is to begin."""
-        reports = {rank: RunReport(**start.stamp()) for rank, start in enumerate(self.starts)}
+        reports = {rank: RunReport(host=HostTimes(**start.stamp())) for rank, start in enumerate(self.starts)}
         agreed = agreed_run(reports, {}, {})
         sent_ns, moments = self.now_ns, []
         for start, lag_ms in zip(self.starts, lags_ms, strict=True):
-            start.apply_exchange(agreed.sent_ns, agreed.lag_ns)
+            start.apply_exchange(agreed.host.sent_ns, agreed.host.lag_ns)
             self.now_ns = sent_ns + round(lag_ms * MS)
             lead_ms = start.lead_ms(FILLER_MS, most_ms, follows_fit=follows_fit)
             moments.append((self.now_ns - sent_ns) / MS + lead_ms)

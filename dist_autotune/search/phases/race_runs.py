@@ -47,7 +47,7 @@ class RaceRuns(RunPhase):
         return super().explains_absence(context) and bool(self._choices())
 
     def record(self, report: AgreedRun, *, patience: int) -> None:
-        self._host_ms = report.host_ms
+        self._host_ms = report.host.enqueue_ms
         super().record(report, patience=patience)
 
     def _finish(self, plan: Plan) -> None:
