@@ -97,8 +97,7 @@ class ScatteredChunks:
     pointers: gl.tuple  # to this rank's addend, or None; to staged sums
     counts_ptr: gl.tensor
     stored: gl.shared_memory_descriptor  # mbarriers, see above
-    arrived: gl.shared_memory_descriptor  # an mbarrier for each part of the own rows
-    writable: gl.shared_memory_descriptor  # one mbarrier: all peers have given their permits
+    arrived: gl.shared_memory_descriptor  # an mbarrier for each part of the own rows; one for all permits
     table_ptr: gl.tensor  # of `exchange.stores`
     m: gl.tensor
     N: gl.tensor
@@ -169,7 +168,7 @@ class ScatteredChunks:
         if number < self.first_own():
             part = self.with_sums(accumulator, number, row, col, 0)
             if self.STORES:
-                mbarrier.wait(self.writable.index(0), 0)
+                mbarrier.wait(self.arrived.index(PARTS), 0)
                 to_ptr, pitch = self.place_there(number)
                 epilogue.store_to(part, to_ptr, pitch, col, self.N, STORER)
             else:
@@ -251,7 +250,7 @@ class ScatteredChunks:
             else:
                 for _ in range(2 * self.WORLD):  # longer than that program waits for its peers
                     poll_until(come_ptr, 1, self.peers.patience_ticks, False)
-            mbarrier.arrive(self.writable.index(0), count=1)
+            mbarrier.arrive(self.arrived.index(PARTS), count=1)
 
     @gluon.jit
     def notified(self):
@@ -325,11 +324,10 @@ def specialized_gemm_reduce_scatter(
     stored = allocate_mbarriers(SLOTS)
     for i in gl.static_range(SLOTS):
         mbarrier.init(stored.index(i), count=1)
-    arrived = allocate_mbarriers(PARTS)
-    for part in gl.static_range(PARTS):
-        mbarrier.init(arrived.index(part), count=1)
-    writable = allocate_mbarriers(1)
-    mbarrier.init(writable.index(0), count=1)
+    # One allocation: an mbarrier that has its own, and no role, lies where the compiler puts operands, too.
+    arrived = allocate_mbarriers(PARTS + 1)
+    for i in gl.static_range(PARTS + 1):
+        mbarrier.init(arrived.index(i), count=1)
     m = M // WORLD
     tiles_m = gl.cdiv(m, BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N + EXTRA_N)
@@ -339,7 +337,7 @@ def specialized_gemm_reduce_scatter(
         Pointwise(scales, biases, M, N, "none", False),
         partial_desc,
         (addend_ptr, staged_ptr),
-        *(counts_ptr, stored, arrived, writable, table_ptr, m, N, K, capacity, first, chunks),
+        *(counts_ptr, stored, arrived, table_ptr, m, N, K, capacity, first, chunks),
         *(tiles_m, tiles_n, chunks * tiles_m * tiles_n),
         *(gl.cdiv(K, config.BLOCK_K), config, WORLD),
         2 if VARIANT == "pingpong" and not TENSOR_MEMORY else 1,

@@ -221,6 +221,16 @@ def test_in_fp8_with_scales_it_multiplies_bytes_and_no_product_waits_for_what_is
     assert "ld.global.nc" not in compiled.asm["ptx"]
 
 
+@TARGETS
+@EACH
+def test_each_mbarrier_has_a_role(kernel, target):
+    """One that is initialised and not used lies where the compiler puts operands, too."""
+    for config, compiled in kernel.compiled_for(target):
+        above, _, roles = compiled.asm["ttgir"].partition("ttg.warp_specialize")
+        names = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<\w+xi64", above)
+        assert [name for name in names if re.search(rf"{name}\b", roles)] == names != [], config
+
+
 # ---- AllGatherGemm
 
 

@@ -271,15 +271,7 @@ def test_sums_leave_while_the_kernel_waits_for_those_of_the_peer(
     assert_sums(body, captured, (0, 7), 5)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        pytest.param(
-            "specialized", marks=pytest.mark.xfail(reason="wrong sums: docs/not-yet-run.md, row 2d")
-        ),
-        "plain",
-    ],
-)
+@pytest.mark.parametrize("body", BODIES)
 @on_one_gpu
 def test_sums_in_fp8_are_scaled_before_they_leave_or_are_added(rank: int, body: str) -> None:
     assert_sums(body, False, (0, 4, 7), 3, FP8)
