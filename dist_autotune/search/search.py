@@ -177,7 +177,7 @@ class Search:
                 tries=state.tries,
                 follows_fit=state.phase.follows_fit,
                 compares_outputs=state.compares_outputs,
-                compiles=not state.pace.holds,
+                compiles=not state.pace.pauses,
                 apart=state.apart,
             ),
             counts=state.has_counted_run,

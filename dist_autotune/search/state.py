@@ -119,7 +119,7 @@ class SearchState:
 
     @property
     def _is_compiling(self) -> bool:  # on some rank, if that may now
-        return not self.pace.holds and any(context.compiling for context in self.contexts.values())
+        return not self.pace.pauses and any(context.compiling for context in self.contexts.values())
 
     @property
     def _searched(self) -> list[Context]:  # by this session; any thread may ask
@@ -291,11 +291,9 @@ class SearchState:
         untried = StepKind.COMPILING if self._is_compiling else StepKind.QUIET
         kind = StepKind.NEW if is_new else StepKind.TRIAL if is_trial else untried
         self._made.count(kind, waits=any(each.waiting for each in self._trials))
-        # The exchange before it lies in the first of the runs apart, whose median is told.
-        exchange_s = report.exchange_s if report.apart else 0.0
         if report.apart:
             self.pace.record(untried, report.apart_s, steps=report.apart)
-        self.pace.record(kind, report.step_s + exchange_s, report.exchange_s)
+        self.pace.record(kind, report.step_s, report.exchange_s)
 
     def _end_if_idle(self, report: AgreedRun, *, is_idle: bool, was_closing: bool) -> None:
         """End the session after a run without a trial, once all ranks launch the settled configs."""

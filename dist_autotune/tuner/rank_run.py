@@ -63,7 +63,7 @@ class RankRun:
         self.apart = 0  # runs without a trial that come before the next exchange
         self._exchange_s = 0.0  # of the last one, with the report and what follows
         self._apart_s: list[float] = []  # that such runs took since then
-        self._step_ended = time.monotonic()
+        self._step_began = time.monotonic()
         self._late_ms = 0.0  # by how much this rank's host was late in the last trial
 
     def begin(self) -> CallUnderWay:
@@ -88,13 +88,13 @@ class RankRun:
         self._apart_s.append(self._end_step())
 
     def _end_step(self) -> float:
-        """Return the seconds since the run before has ended."""
-        began, self._step_ended = self._step_ended, time.monotonic()
-        return self._step_ended - began
+        """Return the seconds since the run before, or the exchange behind that, has ended."""
+        began, self._step_began = self._step_began, time.monotonic()
+        return self._step_began - began
 
     def end_exchange(self) -> None:
         """Note what has come between the end of the run before and the next run."""
-        self._exchange_s = time.monotonic() - self._step_ended
+        self._exchange_s = self._end_step()
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:

@@ -44,6 +44,7 @@ _SHARE_MEANWHILE = 0.6  # of fewer than a hundred, where other keys tell since t
 _SHARE_OF_SMALL = 0.25
 MORE_RUNS = 24  # of the fastest and the first, where the noise may explain what lies between them
 _WAVE_TOLD = 4  # of those behind the first three
+_WAVE_ONLINE = 4  # at least: steps go on while a wave is compiled, and each one takes as long as its slowest
 _NORMAL = statistics.NormalDist()
 
 
@@ -97,7 +98,9 @@ class TrialOrder:
         self._best_of_waves: list[float] = []
         known = meanwhile()
         self._expect(known)
-        self.most, self._first_wave, self._wave_size = _sizes(len(texts), self.expectation.keys)
+        self.most, self._first_wave, self._wave_size = _sizes(
+            len(texts), self.expectation.keys, is_online=known.is_online
+        )
         self._small_part = 0.0  # of a run, that this key takes at most; 0.0: not small, or not known
         self._wave = list[int]()
         self.likely = frozenset[int]()
@@ -285,11 +288,11 @@ def expected(candidates: Sequence[int], *, n_warmup: int, n_repeat: int, order: 
     return (yield from rounds(alive, candidates[0], runs_left, MORE_RUNS))
 
 
-def _sizes(candidates: int, keys: int) -> tuple[int, int, int]:
+def _sizes(candidates: int, keys: int, *, is_online: bool) -> tuple[int, int, int]:
     """Return how many of so many candidates are tried at most, in the first wave, and in each further one."""
     if candidates < FEWEST:
         return candidates, AT_LEAST, candidates
-    wave = max(2, candidates // 8)
+    wave = max(_WAVE_ONLINE if is_online else 2, candidates // 8)
     if keys:
         share = _SHARE_OF_MANY if candidates >= _MANY and keys >= KEYS else _SHARE
         fewest = min(_AT_LEAST_TOLD, max(AT_LEAST, candidates // 4) if keys >= KEYS else candidates)

@@ -3,8 +3,8 @@
 What a step with a trial, or with compilers beside it, takes beyond the nearest steps without counts as
 spent, and so does each exchange, and what a step takes longer that is reported by it. A host that is fast
 and slow in turns adds nothing. Each step may spend `overhead` of what it takes without tuning. Where more
-is spent, the next steps hold no trial, no compiler runs beside them, and most of them hold no exchange. At
-the beginning more may be spent, so that most of the session runs with a fast config; it is paid back, at
+is spent, the next steps hold no trial, most of them no exchange, and compilers that alone take more pause.
+At the beginning more may be spent, so that most of the session runs with a fast config; it is paid back, at
 the latest behind the last trial, with what the first configs took beyond the winners, once steps have told
 that.
 """
@@ -24,7 +24,7 @@ KNOWN = 8  # steps without new keys, of which the shortest is one of the program
 NEAR = 3  # the last steps without tuning, whose median is what one takes by now; at first in a row
 MOST_BUSY = 8  # steps with a trial, compilers or exchanges in a row; then one tells what others take by now
 MOST_UNTOLD = 64  # steps in a row with none without tuning, of which a later one would tell nothing any more
-MARGIN = 0.8  # of the overhead is used: what a step without tuning takes is known to some per cent
+MARGIN = 0.9  # of the overhead is used: what a step without tuning takes is known to some per cent
 REFILLED = 0.75  # of what is lent: trials begin again when no more is spent
 MOST_APART = 16  # steps from one exchange to the next, at most
 WAITS_APART = 3  # the same while compilers are waited for
@@ -78,7 +78,7 @@ class Pace:
         self._took_s = self._exchanges_s = 0.0  # of all steps
         self._made = self._old = 0  # steps; without new keys
         self._beyond_s = dict.fromkeys(StepKind, 0.0)  # what steps took beyond those without tuning near them
-        self._own_s = 0.0  # what these steps would have taken without
+        self._own_s = self._beside_s = 0.0  # what these steps, and those beside compilers, take without
         self._since_quiet: list[tuple[StepKind, float]] = []  # steps since the last one without tuning
         self._quiet_s: list[float] = []  # the last steps without tuning
         self.saved_s = self._all_saved_s = 0.0  # of the device, by what was found so far: in a step, in all
@@ -86,31 +86,32 @@ class Pace:
         self._held = self._repaid = 0  # steps in a row
         self._shortest_s = math.inf  # of steps without new keys
         self._is_refilling = False
-        self.holds = False  # the next step is to hold no trial, and no compilers run beside it
+        self.holds = self.pauses = False  # the next step is to hold no trial; no compilers run beside it
 
     def record(self, kind: StepKind, took_s: float, exchange_s: float = 0.0, steps: int = 0) -> None:
-        """Record a step with the exchange before it, or `steps` without exchanges that took so long each.
+        """Record a step and the exchange that came with it, or `steps` without any that took so long each.
 
         The latter tell what a step without tuning takes: one that is reported launches the slow way.
         """
         is_apart, steps = steps > 0, max(steps, 1)
-        own_s = took_s - exchange_s
         self._made += steps
-        self._took_s += steps * took_s
+        self._took_s += steps * took_s + exchange_s
         self._all_saved_s += steps * self.saved_s
         if kind is not StepKind.NEW:
             self._old += steps
-            self._shortest_s = min(self._shortest_s, own_s)
+            self._shortest_s = min(self._shortest_s, took_s)
             self._exchanges_s += exchange_s  # that of the opening is none of a step
         if kind is StepKind.QUIET and is_apart:
-            self._record_quiet(own_s, steps)
+            self._record_quiet(took_s, steps)
         else:
-            self._since_quiet += [(kind, own_s)] * steps
+            self._since_quiet += [(kind, took_s)] * steps
             if len(self._since_quiet) >= MOST_UNTOLD:
                 self._quiet_s = self._quiet_s or [self.step_s]
                 self._settle(self._quiet_s[-1])
-        self._held = 0 if kind in (StepKind.TRIAL, StepKind.COMPILING) else self._held + steps
-        self.holds = self._overhead is not None and self._is_to_hold(self._overhead, kind)
+        is_held = self.holds or kind not in (StepKind.TRIAL, StepKind.COMPILING)
+        self._held = self._held + steps if is_held else 0
+        if self._overhead is not None:
+            self._decide(self._overhead, kind)
 
     def _record_quiet(self, took_s: float, steps: int) -> None:
         """Record steps without tuning: with the one before, they tell what the steps between have spent."""
@@ -124,6 +125,7 @@ class Pace:
         """Count what the last steps have spent, where one without tuning takes so long."""
         for kind, spent_s in self._beyond(near_s).items():
             self._beyond_s[kind] += spent_s
+        self._beside_s += near_s * sum(kind is StepKind.COMPILING for kind, _ in self._since_quiet)
         self._own_s += near_s * len(self._since_quiet)
         self._since_quiet.clear()
 
@@ -134,14 +136,20 @@ class Pace:
             spent_s[kind] += min(own_s, LONGEST * near_s) - near_s
         return spent_s
 
-    def _is_to_hold(self, overhead: float, kind: StepKind) -> bool:
+    def _decide(self, overhead: float, kind: StepKind) -> None:
+        """Decide whether the next step holds a trial, and whether compilers run beside it."""
+        self.holds = self.pauses = False
         if self._held >= MOST_HELD:
-            return False
+            return
         lent_s = overhead * LENT_STEPS * self.step_s
         self._is_refilling = self._owed_s > lent_s * (REFILLED if self._is_refilling else 1)
         looks = len(self._since_quiet) >= (MOST_BUSY if self._quiet_s else 1)
         # While no candidate is compiled, one look more costs no trial.
-        return (self.is_felt and (self._is_refilling or looks)) or (looks and kind is StepKind.COMPILING)
+        looks = looks and (self.is_felt or kind is StepKind.COMPILING)
+        is_refilling = self.is_felt and self._is_refilling
+        self.holds = looks or is_refilling
+        slows = self._beyond_s[StepKind.COMPILING] > MARGIN * overhead * self._beside_s
+        self.pauses = looks or (is_refilling and slows)
 
     @property
     def is_felt(self) -> bool:

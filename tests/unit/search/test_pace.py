@@ -10,6 +10,7 @@ from kernels_for_tests import launch, numbers
 from msgspec.structs import replace
 
 from benchmarks.simulation.protocol_simulation import Simulation
+from dist_autotune.search.phases.pace import Pace, StepKind
 from dist_autotune.search.phases.step_gain import StepGain
 from dist_autotune.tuner.rank_run import RankRun
 
@@ -58,7 +59,7 @@ class Training(Simulation):
         for _ in range(self.apart + 1):
             pause_s = self.pause_s * (len(self.tried) == 40)
             is_beside = (
-                self.to_compile(0, 0, "k5") > 0 and self.tuning.contexts and not self.tuning.pace.holds
+                self.to_compile(0, 0, "k5") > 0 and self.tuning.contexts and not self.tuning.pace.pauses
             )
             took_s = self.step_s(plan) * (SLOWED if is_beside else 1) + pause_s
             self.compiled_s += took_s * bool(is_beside)
@@ -103,6 +104,16 @@ def test_compilers_beside_steps_are_a_part_of_the_overhead():
     assert session.compiled_s >= compiled_s
     assert session.ended_s[-1] / steps <= 1.15 * settled_s
     assert session.tuning.pace.cost.compiling_s > 1.0
+
+
+@pytest.mark.parametrize("slowed", [1.05, 1.3])
+def test_compilers_that_take_less_than_the_overhead_go_on_while_trials_are_held(slowed):
+    pace = Pace(0.15, free_s=0.0)
+    for _ in range(5):
+        pace.record(StepKind.COMPILING, slowed)
+        pace.record(StepKind.TRIAL, 4.0)
+        pace.record(StepKind.QUIET, 1.0, steps=3)
+    assert (pace.holds, pace.pauses) == (True, slowed == 1.3)
 
 
 def test_between_trials_a_step_runs_the_fastest_that_is_known():
