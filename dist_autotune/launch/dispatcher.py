@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..timing.clock import Clock
 from ..triton_api import footprint, identity, interception
 from ..triton_api.footprint import RecordedGrid
 from ..triton_api.launch import Key, Launch, kernel_of, load_kernel
-from .fast_path import CallUnderWay
+from .fast_path import CallUnderWay, Settled
 from .incumbents import launch_first_working
 from .rank_context import NONE_FAILED, Binding, RankContext, Stage
 from .registry import Registry
@@ -50,6 +50,9 @@ class Dispatcher:
         self.passes_single = self.function.is_alone
         self._model = CallUnderWay(self, tunes=False)  # settled calls are copies of it
         self._model_apart: CallUnderWay | None = None  # runs apart, which have one plan, are copies of it
+        # What runs of a session launch at once: settled keys, which are not reported; all of a run apart.
+        self._fixed: Settled = {}
+        self._fixed_apart: Settled = {}
         # By context and form, a launch to compile candidates for; dropped at the end of the run.
         self.to_preflight: dict[RankContext, dict[Any, tuple[Binding, Launch]]] = {}
         self.announced: dict[str, None] = {}  # lines about operations of the runs, each once
@@ -129,7 +132,7 @@ class Dispatcher:
         order, is_apart = context.order, not call.tunes and self._model_apart is not None
         if order is None or order.planned != order.incumbent:
             return False
-        return is_apart or context.stage is Stage.SETTLED
+        return is_apart or (context.stage is Stage.SETTLED and order.result.is_final)
 
     def _is_settled(self, call: CallUnderWay, context: RankContext) -> bool:
         """Return whether later calls take the same config, from the fast path."""
@@ -290,8 +293,21 @@ class Dispatcher:
         names.begin_run()
         return self._model.another()
 
-    def begin_run(self, *, tunes: bool) -> CallUnderWay:
-        """Begin a run of a session. `tunes`: launches may be trials."""
+    def begin_session(self) -> None:
+        """Let the session's first run report all that it launches."""
+        self._fixed, self._fixed_apart = {}, {}
+
+    def choose_anew(self, names: Iterable[str]) -> None:
+        """Let the session's next runs choose the configs of these contexts anew."""
+        for name in names:
+            context = self._registry.by_name.get(name)
+            for binding in [] if context is None else context.bindings:
+                for fixed in (self._fixed, self._fixed_apart):
+                    if (known := fixed.get(id(binding.tuner()))) is not None:
+                        known.forget(binding.key)
+
+    def begin_run(self, *, tunes: bool, reports_all: bool = False) -> CallUnderWay:
+        """Begin a run of a session. tunes: launches may be trials. reports_all: also of settled keys."""
         self._registry.names.begin_run()
         with self._lock:
             self._begin_anew()
@@ -299,15 +315,17 @@ class Dispatcher:
             self._registry.has_news = True  # to the settled call after it
             self.run_under_way = call = CallUnderWay(self, tunes=tunes, written=self._written)
             call.announced = self.announced
+            call.settled = {} if reports_all else self._fixed
         if tunes and hasattr(self._clock, "prepare"):  # of `EventClock`: before a kernel may wait for a peer
             self._clock.prepare()
         return call
 
     def begin_apart(self) -> CallUnderWay:
-        """Begin a run without a trial; those in a row launch what the first one has launched at once."""
+        """Begin a run without a trial, which launches at once what earlier ones have launched."""
         if self._model_apart is None:
             self.begin_run(tunes=False)
             self._model_apart = CallUnderWay(self, tunes=False, written=self._written)
+            self._model_apart.settled = self._fixed_apart
         self._registry.names.begin_run()
         self.run_under_way = call = self._model_apart.another()
         call.announced = self.announced

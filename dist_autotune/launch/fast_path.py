@@ -63,6 +63,11 @@ class Known:
         self.only: tuple[Any, dict[str, Any]] | None = None
         self.configs: list[Any] | None = None  # of the Autotuner when `only` was set
 
+    def forget(self, key: Key) -> None:
+        """Let the next launch of a key choose its config anew."""
+        self.by_key.pop(key, None)
+        self.only = None
+
 
 class CallUnderWay:
     """The launches of one call of a tuned function, or of one run of a session, from any thread.

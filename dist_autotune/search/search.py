@@ -159,13 +159,13 @@ class Search:
             run,
             outcomes=outcomes,
             bans=tuple(bans),
-            results=tuple(context.name for context in state.results.newly_final()),
+            results=tuple(context.name for context in state.results.newly_final(state.changed)),
             names=names,
             unknown=tuple(name for name in run.parts if name not in state.known),
             aliases=None if state.kernels.aliases == aliases else dict(state.kernels.aliases),
             remark=remark,
         )
-        return Order(run=order, contexts=self._changes(state.contexts.values()))
+        return Order(run=order, contexts=self._changes(state.changed))
 
     def _run_order(self, run: AgreedRun, **values: object) -> RunOrder:
         state, rules = self.state, self.rules

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import ChainMap
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 from . import budget
 from .budget import Forecast, RunsMade
@@ -39,6 +39,7 @@ class SearchState:
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.contexts: dict[str, Context] = {}  # of this session, by name, in the order of their first run
+        self.changed: list[Context] = []  # all that the last step may have changed
         self.kept: dict[str, Context] = {}  # settled in earlier sessions, and not launched in this one
         self.kernels = KernelFamilies()
         self.race_runs: RaceRuns | TakeTurns | None = None  # what the whole run judges, under way
@@ -163,7 +164,7 @@ class SearchState:
         self._close_if_spent(0.0)
         if all(context.last_run == 0 for context in self.unsettled):  # else the first run tells who is left
             self._begin_next(None)
-        self._apply_plan()
+        self._apply_plan(self.contexts.values())
 
     def _take_up(self) -> None:
         """Resume recently launched contexts; if there are none, resume all."""
@@ -200,7 +201,7 @@ class SearchState:
         self._comparison.drop()
         self.steps.leave()
         self.race_runs = self._left_race = None
-        self._apply_plan()
+        self._apply_plan(self.contexts.values())
 
     def _close_if_spent(self, elapsed_s: float) -> None:
         """Settle searches under way as partial when the next run must be the last."""
@@ -222,6 +223,7 @@ class SearchState:
     def step(self, report: AgreedRun) -> dict[str, Outcome]:
         """Apply one run of all ranks; return what it was for each context."""
         had_trial, was_closing, run_phase = self.has_trial, self.closing, self.run_phase
+        changes_all, names = self._may_change_all, {*report.parts, *(c.name for c in self.unsettled)}
         self._count_run(report)
         outcomes = {name: self._apply_part(name, report) for name in report.parts}
         had_trial |= self.has_trial  # a search that begins with this run, and may end with it
@@ -245,9 +247,16 @@ class SearchState:
         is_idle = not (had_trial or self.has_trial or any(self.unsettled))
         self._end_online()
         self._end_if_idle(report, is_idle=is_idle, was_closing=was_closing)
-        self._apply_plan()
+        changes_all |= self._may_change_all
+        self._apply_plan(c for name, c in self.contexts.items() if changes_all or name in names)
         self._let_runs_apart()
         return outcomes
+
+    @property
+    def _may_change_all(self) -> bool:
+        """Return whether a run may change settled contexts too: the first one, and where whole runs judge."""
+        judges_runs = self.rules.objective != "kernel" or any(c.judge == BY_RUN for c in self.unsettled)
+        return self.runs <= 1 or judges_runs or not (self.verify_bits is None and self.run_phase is None)
 
     def _end_online(self) -> None:
         """Behind the last trial, compare steps as they were and are; then pay back what was overspent."""
@@ -260,16 +269,17 @@ class SearchState:
             self.pace.count_gain(self.steps.gain.gain_ms / 1e3)
         self._made.pays_back = may_end and self.pace.pays_back()
 
-    def _apply_plan(self) -> None:
+    def _apply_plan(self, changed: Iterable[Context]) -> None:
         """Let each context launch what the phase under way plans, else its incumbent."""
+        self.changed = [*changed]
         phase, holds, is_felt = self.phase, self.pace.holds, self.pace.is_felt
-        for context in self.contexts.values():  # the phase asks
+        for context in self.changed:  # the phase asks
             context.next_run = NextRun(is_held=holds, is_spared=is_felt)
         if self.run_phase is not None:
             self.run_phase.is_held = holds
         plan, is_compared = phase.plan(), phase is self.verify_bits
-        for name, context in self.contexts.items():
-            context.next_run = NextRun(plan.get(name), is_compared and name in plan, holds, is_felt)
+        for name in plan.keys() & self.contexts.keys():
+            self.contexts[name].next_run = NextRun(plan[name], is_compared, holds, is_felt)
 
     def _let_runs_apart(self) -> None:
         """Count the runs without a trial that come before the next exchange: none while news is awaited."""
@@ -280,7 +290,7 @@ class SearchState:
         left = math.inf if self.rules.max_runs is None else self.rules.max_runs - self.runs - 2
         self.apart = int(max(min(wanted, left), 0))
         self.runs += self.apart
-        for context in self.contexts.values():  # they launch what the others do
+        for context in self.contexts.values() if self.apart else ():  # they launch what the others do
             context.last_run += self.apart * (context.last_run > 0)
 
     def _count_run(self, report: AgreedRun) -> None:

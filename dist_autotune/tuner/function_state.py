@@ -215,6 +215,7 @@ class FunctionState:
         self.orders.crash_bans = opening.crash_bans
         self.guard.begin_session(opening.session, opening.crashes)
         self.registry.open()
+        self.dispatcher.begin_session()
         remarks, options = [*opening.remarks], self.function.options
         if options.overhead is not None and options.mode == "replay":
             remarks.append(
@@ -233,7 +234,9 @@ class FunctionState:
     def publish(self, seconds: float) -> list[ContextOrder]:
         """Write every new result to `Autotuner.cache` and, when final, to disk; return the new contexts."""
         new = [self.orders.contexts[name] for name in self.orders.run.results]
-        for rank_context in self.registry.active():
+        known = self.registry.by_name
+        here = [*self.registry.active(), *(known[each.name] for each in new if each.name in known)]
+        for rank_context in dict.fromkeys(here):
             if (context := rank_context.order) is None:
                 continue
             # What is not new may have settled before it was launched here.

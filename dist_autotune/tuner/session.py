@@ -100,6 +100,7 @@ class Session(SessionExchanges):
         if state.search is not None and state.search.last_run is not None:
             self._recorder.write(Merged(run=run, payload=state.search.last_run.as_data()))
         self._run.apply_order(order.run)
+        state.dispatcher.choose_anew([*order.contexts, *order.run.unknown])
         if order.run.unknown:
             state.registry.forget(order.run.unknown)
         orders.apply(order)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ..context import Context, RunVerdict
 from ..rules import BY_RUN, Rules
@@ -43,10 +43,10 @@ class FinalResults:
         """Return whether a context outlives a session that is dropped."""
         return context.settled and not (context.is_spent or self.is_undecided(context))
 
-    def newly_final(self) -> list[Context]:
-        """Return the contexts whose result is final and new since this was last asked."""
+    def newly_final(self, contexts: Iterable[Context]) -> list[Context]:
+        """Return those of `contexts` whose result is final and new since this was last asked."""
         new = []
-        for context in self._contexts.values():
+        for context in contexts:
             result = (context.status, context.winner)
             if self.is_final(context) and self._reported.get(context.name) != result:
                 self._reported[context.name] = result
