@@ -29,7 +29,8 @@ class OutputDigests:
             found += _of_named(f"item {number} of preserve= and outputs=", item)
         every = [leaf for path, value in found for leaf in _leaves(path, value, ())]
         leaves = [(path, value) for path, value in every if _is_compared(value)]
-        self.unseen = [_named_class(path, value) for path, value in every if not _is_compared(value)]
+        unseen = [(path, type(value)) for path, value in every if not _is_compared(value)]
+        self.unseen = [f"{path} (a {kind.__module__}.{kind.__qualname__})" for path, kind in unseen]
         self._described = [(path, _description(value)) for path, value in leaves]
         self._hashes = [hash_tensor(each) if isinstance(each, torch.Tensor) else None for _, each in leaves]
         arrays = sum(isinstance(value, np.ndarray) for _, value in leaves)
@@ -153,10 +154,6 @@ def _is_compared(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return not value.dtype.hasobject
     return isinstance(value, (np.generic, *PLAIN))
-
-
-def _named_class(path: str, value: Any) -> str:
-    return f"{path} (a {type(value).__module__}.{type(value).__qualname__})"
 
 
 def _remark(unseen: Sequence[str]) -> str:

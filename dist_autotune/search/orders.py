@@ -190,7 +190,7 @@ class OpeningOrder(Struct, frozen=True, omit_defaults=True):
     remarks: tuple[str, ...] = ()
 
 
-class NextRun(Struct, frozen=True, omit_defaults=True):
+class PlannedRun(Struct, frozen=True, omit_defaults=True):
     """What the next run is for, as a whole."""
 
     judged: str | None = None  # what its time is a sample of; None: it is not timed
@@ -205,7 +205,7 @@ class RunOrder(Struct, frozen=True, omit_defaults=True):
     """What follows from a run."""
 
     runs: int = 0  # so far
-    next_run: NextRun = NextRun()
+    next_run: PlannedRun = PlannedRun()
     counts: bool = False  # the time of the run as a whole was a sample
     is_pending: bool = False  # online: a rank has not read that time yet
     done: bool = False
@@ -253,7 +253,7 @@ class Orders:
         self._told: dict[str, dict[str, ContextOrder]] = {}  # by kernel: the latest results, by context
         self._digest = 0  # of all results
         self.aliases: dict[str, str] = {}  # ids of kernels that go by another id
-        self.run = RunOrder(next_run=NextRun(tries=rules.tunes))
+        self.run = RunOrder(next_run=PlannedRun(tries=rules.tunes))
         self.session = ""  # the last one that used this state
         self.crash_bans: CrashBans = {}
 

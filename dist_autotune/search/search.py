@@ -18,10 +18,10 @@ from .orders import (
     ContextChanges,
     ContextOrder,
     NextLaunch,
-    NextRun,
     OpeningOrder,
     Order,
     Orders,
+    PlannedRun,
     RunOrder,
     SearchResult,
 )
@@ -172,7 +172,7 @@ class Search:
         is_cut_short = state.closing and rules.tunes and rules.mode == "replay"
         return RunOrder(
             runs=state.runs,
-            next_run=NextRun(
+            next_run=PlannedRun(
                 judged=state.judged_run,
                 tries=state.tries,
                 follows_fit=state.phase.follows_fit,

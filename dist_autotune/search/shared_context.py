@@ -33,11 +33,6 @@ class Status(enum.StrEnum):
     STARVED = "starved"  # no rank launches it; online a launch begins the search again
     PARTIAL = "partial"  # the session ended first; the next one goes on
 
-    @property
-    def is_provisional(self) -> bool:
-        """Return whether a later session takes up the search."""
-        return self in (Status.PARTIAL, Status.STARVED)
-
 
 class About(Struct, frozen=True, array_like=True):
     """What never changes of a context."""
@@ -177,7 +172,8 @@ class SharedContext:
 
     @property
     def provisional(self) -> bool:
-        return self.status.is_provisional
+        """Return whether a later session takes up the search."""
+        return self.status in (Status.PARTIAL, Status.STARVED)
 
     @property
     def is_tuned_by_launches(self) -> bool:

@@ -68,10 +68,6 @@ class Likeness:
                 table = np.array([[_of_field(_value(a), _value(b)) for b in different] for a in different])
                 self._columns.append((np.array([*map(different.index, texts)]), table))
 
-    @classmethod
-    def of_texts(cls, texts: Sequence[str]) -> Likeness:
-        return cls([*map(texts_by_field, texts)])
-
     def rows(self, places: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Return how alike the configs at these places are to each, in a row each."""
         if not self._columns:

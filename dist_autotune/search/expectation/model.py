@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from .fields import UNKNOWN, Fills, Likeness, TimesByKey, by_place
+from .fields import UNKNOWN, Fills, Likeness, TimesByKey, by_place, texts_by_field
 from .keys import distance, doublings
 
 # Chosen on tables of real kernels: python -m benchmarks.simulation.expected_search
@@ -71,7 +71,7 @@ class Expectation:
         fills: of the key's own launches; where they are known, told ones count as if they filled the SMs'
         time.
         """
-        expected = cls(Likeness.of_texts(texts))
+        expected = cls(Likeness([*map(texts_by_field, texts)]))
         known = {other: by_place(told[other], texts, fills=bool(fills)) for other in sorted(told)}
         near = [k for k, each in known.items() if k != key and each and distance(key, k) < math.inf]
         if near:
