@@ -55,7 +55,10 @@ def load_columns(operands, slot, col, inner, bar):
 
 @gluon.jit
 def allocate_mbarriers(COUNT: gl.constexpr):
-    """Return so many mbarriers."""
+    """Return so many mbarriers, of which a role waits for one at least in every form of the kernel.
+
+    Else the compiler has their memory overlap with that of operands: on an H200 tiles then had rows of NaN.
+    """
     return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
 
 

@@ -60,8 +60,7 @@ from .plain import PlainBody
 # the last wave of each counts for more: on four, 336 tiles take three waves of 132, and four launches twelve
 # where 10.2 would do.
 IN_STEPS, ONE_LAUNCH = LAUNCHES = ("each chunk", "one")
-# Beside them, on request: not run between GPUs. In fp8 the specialised kernel multiplies for these alone:
-# sums that it left to pushes were wrong on H200 (docs/benchmarks/gemm_rs_fp8_kernels_1xH200_2026-11-29.md).
+# Beside them, on request: not run between GPUs.
 STORES = ("specialized that stores", "plain that stores")
 
 
@@ -93,8 +92,8 @@ class GemmReduceScatter(NumberedCalls):
     no copy engine, and one launch, also in captures. None tunes that. Ranks may differ in it.
 
     With dtype float8_e4m3fn rows of a and of the weight have float32 scales, the arguments `scale_a` and
-    `scale_weight` of a call. Parts travel, and results are, in bf16. K is then a multiple of 16, the weight's
-    rows are contiguous, and the plain kernel multiplies, save by stores.
+    `scale_weight` of a call. Parts travel, and results are, in bf16. K is then a multiple of 16, and the
+    weight's rows are contiguous.
 
     Each rank holds 2 * (W - 1) * m / W * n elements beside its operands, half of them of symmetric memory.
     """
@@ -249,7 +248,7 @@ class GemmReduceScatter(NumberedCalls):
         return ways[0] if len(ways) == 1 else tunable("gemm_rs launches", ways, key=key)
 
     def _make_body(self, operands: ScatterOperands) -> Body:
-        if self._dtype != FP8 and specialized.can_run(operands, self._held):
+        if specialized.can_run(operands, self._held):
             return specialized.SpecializedBody(operands, self._held)
         return self._make_plain(operands)
 

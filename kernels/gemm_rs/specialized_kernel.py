@@ -324,7 +324,7 @@ def specialized_gemm_reduce_scatter(
     stored = allocate_mbarriers(SLOTS)
     for i in gl.static_range(SLOTS):
         mbarrier.init(stored.index(i), count=1)
-    # One allocation: an mbarrier that has its own, and no role, lies where the compiler puts operands, too.
+    # The last one, which is for STORES alone, must not be allocated alone.
     arrived = allocate_mbarriers(PARTS + 1)
     for i in gl.static_range(PARTS + 1):
         mbarrier.init(arrived.index(i), count=1)

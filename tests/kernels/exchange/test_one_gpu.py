@@ -195,7 +195,7 @@ def assert_sums(
     """Compare this rank's sums and what it pushed, with a peer that is late."""
     torch.manual_seed(0)
     found = {
-        str(BODIES[body][1][index]): sums_of_a_candidate(body, captured, calls, dtype)
+        str(BODIES[body][1][index]): sums_of_a_candidate(captured, calls, dtype)
         for index in indices
         if leave(body, index)
     }
@@ -203,13 +203,11 @@ def assert_sums(
     assert {which: errors for which, errors in found.items() if not all(each < 0.01 for each in errors)} == {}
 
 
-def sums_of_a_candidate(body: str, captured: bool, calls: int, dtype: torch.dtype) -> list[float]:
+def sums_of_a_candidate(captured: bool, calls: int, dtype: torch.dtype) -> list[float]:
     memory, (m, n, k) = HostAsPeer(), SUMS
     rows, found, scales = m // 2, [], {}
     with opened(memory, GemmReduceScatter, m + 6, n, dtype=dtype) as op:
         peer, here = Peer(memory), op._flags.local
-        if body == "specialized":  # in fp8, too, where an operation takes the plain one
-            op._make_body = lambda operands: rs_specialized.SpecializedBody(operands, op._held)
         a, weight, addend = (
             torch.empty(size, device=DEVICE, dtype=DTYPE) for size in ((m, k), (n, k), (m, n))
         )

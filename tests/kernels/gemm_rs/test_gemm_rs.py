@@ -46,7 +46,7 @@ def test_a_weight_may_lie_by_columns_and_a_rank_may_add_something(rank):
     places = [(40, 24), (21, 33), (1, 24), (24, 1)]
     cases = [(index, *place, False) for index, place in enumerate(places)]
     cases += [(None, *place, False) for place in places] + [(None, 21, 33, True)]
-    return {f"{case}": lambda case=case: by_columns_with_addend(rank, *case) for case in cases}
+    return {str(case): lambda case=case: by_columns_with_addend(rank, *case) for case in cases}
 
 
 @on_ranks(3)
@@ -141,7 +141,7 @@ class StandIn(PlainBody):
 
 
 @on_ranks(2)
-def test_the_specialised_kernel_multiplies_in_fp8_by_stores_alone_and_ranks_may_differ(rank):
+def test_fp8_takes_the_specialised_kernel_in_every_way_and_ranks_may_differ(rank):
     errors, offered = [], []
 
     def choose(name, ways, key):
@@ -156,6 +156,7 @@ def test_the_specialised_kernel_multiplies_in_fp8_by_stores_alone_and_ranks_may_
                 for _ in range(4):
                     op._layouts.clear()
                     errors.append(compared(op, 74, 32))
+                    assert all(isinstance(layout.body, StandIn) for layout in op._layouts.values())
     assert list(dict.fromkeys(offered)) == [(ONE_LAUNCH, *STORES), STORES]
     return errors
 
@@ -179,18 +180,19 @@ def test_every_candidate_multiplies_fp8_on_gpus(rank, backend):
     }
 
 
-def calls_of_specialized_kernel(rank: int, index: int) -> list[float]:
+def calls_of_specialized_kernel(rank: int, index: int, by_stores: bool) -> list[float]:
     """Call with ragged rows and columns, by one of the candidates; the peer takes the next."""
     m, n, k = 666, 520, 272 + 16 * rank
     args = {"M": m, "N": n, "K": k, "WORLD": 2, "TENSOR_MEMORY": False, "TRANS_B": True}
     usable = prune_chunks(specialized.CANDIDATES, args)
     specialized.tuned.configs, specialized.tuned.cache = [usable[(index + rank) % len(usable)]], {}
-    with GemmReduceScatter(m + 6, n, FP8, timeout_s=60.0, by_stores=True) as op:
+    with GemmReduceScatter(m + 6, n, FP8, timeout_s=60.0, by_stores=by_stores) as op:
         SCATTERING_SUMS.poison(op)
         return [compared(op, m, k), compared(op, m, k, by_rows=False)]
 
 
 @pytest.mark.gpu(devices=2, seconds=60)
+@pytest.mark.parametrize("by_stores", [False, True])
 @on_ranks(2, timeout_s=240)
-def test_the_specialised_kernel_multiplies_fp8_on_gpus(rank):
-    return {f"candidate {i}": lambda i=i: calls_of_specialized_kernel(rank, i) for i in (0, 3, 6, 9)}
+def test_the_specialised_kernel_multiplies_fp8_on_gpus(rank, by_stores):
+    return {str(i): lambda i=i: calls_of_specialized_kernel(rank, i, by_stores) for i in (0, 3, 6, 9)}
