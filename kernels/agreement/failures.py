@@ -11,22 +11,22 @@ from ..symm import SymmetricMemory
 
 
 class Refusal(NamedTuple):
-    """What stands for a rank that refuses a call."""
+    """How kernels see a rank that refuses a call."""
 
-    kind: int  # of the failure that kernels of its peers record
-    seen: int  # in that record
-    mark: int  # that it gives them in place of its rows or choices
+    kind: int  # of the failure that its peers' kernels record
+    seen: int  # the value in that record
+    mark: int  # what the rank sends in place of its rows or choices
 
 
 class FailureKinds(NamedTuple):
     """The kinds of failure that the kernels of an operation record."""
 
-    # What a record about `peer` says, by its kind; `seen` is in it, `peers` are those of this `rank`.
+    # What a record about `peer` means, by kind; `seen` is its value, `peers` are the peers of this `rank`.
     texts: dict[int, str]
-    late: str  # the same of all other kinds
-    of_callers: tuple[int, ...]  # kinds that callers have caused
-    advice: str = "Every rank must pass as many rows. "  # to those callers
-    refusal: Refusal = Refusal(-1, 0, 0)  # of no kind
+    late: str  # the text of all other kinds
+    of_callers: tuple[int, ...]  # kinds caused by wrong calls
+    advice: str = "Every rank must pass as many rows. "  # for those
+    refusal: Refusal = Refusal(-1, 0, 0)  # -1: no kind
 
 
 class FailureRecords:

@@ -1,20 +1,20 @@
-"""One call of an operation over symmetric memory, from its number to its end.
+"""One call of an operation over symmetric memory, and how all ranks end it alike if one fails.
 
-[Note: calls are numbered] Call n of a rank meets call n of its peers, or nothing. Each eager call takes a
-number before anything can fail, and a rank answers for every number that it has taken, in one of three ways:
+[Note: calls are numbered] Call n of a rank meets call n of its peers, or nothing. An eager call takes its
+number before anything can fail, and ends in one of three ways, which its peers learn:
 
-    made      its part has been pushed, and it has waited for the parts of all peers
-    refused   its arguments are wrong. It stands in for its part (`_stand_in`): permits, flags and waits as
-              in any call, and a mark in place of rows. Peers find the mark, raise the reason and go on
-    broken    something else has failed. It leaves (`_leave_peers`): each peer that comes to the call, or
-              waits in it, finds this rank given up. It takes no further call; peers raise the cause
+    made      this rank has pushed its part and waited for the parts of all peers
+    refused   its arguments are wrong. `_stand_in` replaces its part: the same permits, flags and waits, with
+              a mark in place of rows. Peers that find the mark raise the reason, and may make the next call
+    broken    anything else has failed. `_leave_peers` lets each peer that waits in this call, or comes to it,
+              find this rank given up. No further call is possible; peers raise the cause
 
-Reasons and causes travel beside the flags, from host to host: see `bulletin`. On the CPU a call raises those
-of its own number. On a GPU, where a call may end long after its host has left it, a later one does, behind
-its own part, so that the ranks stay at one number.
+Reasons and causes travel from host to host beside the flags: see `bulletin`. On the CPU a call raises those
+of its own number. On a GPU, where a call may end long after its host has returned, a later call raises them,
+after its own part, so that the ranks stay at the same number.
 
-A captured call takes no number: what fails then has not begun, and a graph repeats what was right. Its
-steps are the same, save that events order its pushes: see `push`.
+A captured call takes no number: if it fails nothing has begun, and a graph repeats only what succeeded. Its
+steps are the same, but events order its pushes: see `push`.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ NOT_AGREED = object()
 
 
 class NumberedCalls(Operation):
-    """An operation whose calls are made as this module says; it supplies the steps that are its own."""
+    """An operation whose calls are numbered; a subclass supplies the steps of a call."""
 
-    is_captured = False  # some call was: a graph may replay in its memory
-    _agrees: ClassVar[bool] = True  # hosts agree on the way of a call, by `_collective`
-    _may_store = False  # a kernel stores to the peers, and takes their permits itself
+    is_captured = False  # some call was captured: a graph may replay in its memory
+    _agrees: ClassVar[bool] = True  # hosts agree by `_collective` on the way of a call
+    _may_store = False  # its kernel may store to the peers, and takes their permits itself
     _way: ClassVar[str]  # the name of the `tunable` by which a rank chooses it
     _collective: Collective
     _pushes: Pushes
 
     def _open_collective(self, fixed: bool | None, **options: Any) -> Collective:
-        """Return the collective of such calls; fixed, options: see `Collective`."""
+        """Return the collective that may replace such calls; fixed, options: see `Collective`."""
         return Collective(type(self).__name__, self._way, self._memory, fixed=fixed, **options)
 
     def _call(self, *given: Any) -> Any:
-        """Make one call; `given` is what its steps take. Raises what they raise, and what peers have told."""
+        """Make one call with the arguments `given`; raise what its steps raise, and failures of peers."""
         self._check_usable()
         announce(self.transport)
         is_capturing = self._is_capturing()
@@ -64,10 +64,10 @@ class NumberedCalls(Operation):
         try:
             plan = self._plan(given, is_capturing)
             self._follow(is_capturing=is_capturing)
-        except RefusedByPeer:  # all hosts know, and none has begun the call
+        except RefusedByPeer:  # on all ranks; none has begun the call
             self._raise_refused()
             raise
-        except (PeerTimeout, MemoryError, torch.OutOfMemoryError) as error:  # it is no fault of the arguments
+        except (PeerTimeout, MemoryError, torch.OutOfMemoryError) as error:  # not by wrong arguments
             if not is_capturing:
                 self._break(error, given, None)
             raise
@@ -99,7 +99,7 @@ class NumberedCalls(Operation):
 
     @abc.abstractmethod
     def _plan(self, given: tuple[Any, ...], is_capturing: bool) -> Any:
-        """Check the arguments; return what calls with tensors that lie alike share, which is cached."""
+        """Check the arguments; return the plan, which is cached for tensors of the same layouts."""
 
     @abc.abstractmethod
     def _agree(self, plan: Any, is_capturing: bool) -> Any:
@@ -107,7 +107,7 @@ class NumberedCalls(Operation):
 
     @abc.abstractmethod
     def _allocate_results(self, plan: Any, given: tuple[Any, ...]) -> Any:
-        """Return the operands of the call, with the tensors that get its results."""
+        """Return the operands of the call, with tensors for its results."""
 
     @abc.abstractmethod
     def _exchange(self, plan: Any, operands: Any, way: Any, is_capturing: bool) -> Any:
@@ -120,7 +120,7 @@ class NumberedCalls(Operation):
     # ---- calls that fail
 
     def _ask_peers(self) -> tuple[int, int] | None:
-        """Return way and terms of peers that are ahead, None without ballots; or raise RefusedByPeer."""
+        """Return way and terms of peers that went ahead, None without ballots; or raise RefusedByPeer."""
         return self._collective.refuse() if self._agrees else None
 
     def _check_peers(self) -> None:
@@ -129,9 +129,9 @@ class NumberedCalls(Operation):
 
     @abc.abstractmethod
     def _stand_in(self, went_ahead: tuple[int, int] | None, *given: Any) -> None:
-        """Enqueue, in place of this rank's part of a call, what its peers and the next call need.
+        """Enqueue what peers and the next call need, in place of this rank's part of a call.
 
-        went_ahead: see `_ask_peers`. given: what the call was given, if it was refused.
+        went_ahead: see `_ask_peers`. given: the arguments, if the call was refused.
         """
 
     def _stand_in_by_pushes(self, flags: torch.Tensor, *, counted: bool) -> None:
@@ -139,7 +139,7 @@ class NumberedCalls(Operation):
         absence.stand_in(self._pushes, flags, words, mark, self._patience_ticks, counted=counted)
 
     def _leave_peers(self) -> None:
-        """Let each peer find this rank given up, in the first call that it has taken no part in."""
+        """Give this rank up on each peer, from the first call without its part on."""
         takes_permits = self.is_captured or self._may_store  # a graph, or a kernel, beside the side stream
         absence.leave(self._pushes, self._patience_s(), behind_kernels=takes_permits)
 
@@ -150,12 +150,12 @@ class NumberedCalls(Operation):
             self._meeting.leave()
 
     def _refuse(self, error: Exception, given: tuple[Any, ...]) -> None:
-        """Answer for a call with wrong arguments: it fails on all ranks, and the next is as any other."""
+        """Let a call with wrong arguments fail on all ranks, and leave the next call possible."""
         self._bulletin.tell_refused(self._calls, f"{type(error).__name__}: {error}")
         if self.world_size == 1:
             return
         try:
-            with contextlib.suppress(RefusedByPeer):  # nobody has begun it
+            with contextlib.suppress(RefusedByPeer):  # no rank has begun it
                 went_ahead = self._ask_peers()
                 if self._meeting is not None:
                     self._meet()
@@ -165,7 +165,7 @@ class NumberedCalls(Operation):
             raise failed from error
 
     def _break(self, error: BaseException, given: tuple[Any, ...], agreed: Any) -> None:
-        """Take no more calls after one that has failed, and tell the peers; raise what has broken theirs.
+        """Refuse further calls after a failure, and tell the peers; raise if a peer failed before.
 
         agreed: the plan of the call, if all ranks have agreed on its way.
         """
@@ -176,7 +176,9 @@ class NumberedCalls(Operation):
         is_first = not self._broken_by
         if is_first:
             self._broken_by = f"call {self._calls} was not carried out: {error!r}"
-        if isinstance(error, PeerTimeout) and is_first:  # of a third rank, which each peer names by itself
+        if (
+            isinstance(error, PeerTimeout) and is_first
+        ):  # a third rank is late: each peer finds that by itself
             self._leave_hosts()
         elif self.world_size > 1:
             if is_first:
@@ -185,15 +187,15 @@ class NumberedCalls(Operation):
                 self._make_owed_collectives(given, agreed)
             with contextlib.suppress(Exception):
                 self._leave_hosts()
-                if self._bulletin.is_shared:  # else peers wait, and tell by themselves that it does not come
+                if self._bulletin.is_shared:  # else peers time out
                     self._leave_peers()
-        if not is_first:  # it has failed here as it has there
+        if not is_first:  # a peer's failure has caused this one
             raise RuntimeError(self._text_of_broken()) from error
 
     def _make_owed_collectives(self, given: tuple[Any, ...], agreed: Any) -> None:
-        """Make the collectives of a call that has failed, without its data: the group waits for this rank.
+        """Make the collectives that the group still waits for, with any data.
 
-        And those of later calls in which peers have gone ahead.
+        They are those of the failed call, and of later calls in which peers went ahead.
         """
         if not self._agrees:
             return
@@ -208,7 +210,7 @@ class NumberedCalls(Operation):
             self._stand_in(went_ahead, *given)
 
     def _collectives(self, plan: Any) -> list[Callable[[], None]]:
-        """Return what makes each collective of such a call, with any data."""
+        """Return a function for each collective of such a call, which makes it with any data."""
         return []
 
     def _explain_capture(self, error: BaseException) -> None:

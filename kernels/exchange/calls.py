@@ -23,8 +23,8 @@ class UnderWay(NamedTuple):
     """The calls of an operation so far, and all before them on their streams."""
 
     is_done: Callable[[], bool]
-    has_failed: Callable[[], bool]  # as far as the host can see; also when the operation is closed, or gone
-    longest_wait_s: float  # that they may go on behind a failed one
+    has_failed: Callable[[], bool]  # as far as the host can see; may be asked after closing
+    longest_wait_s: float  # how long they may go on after a failure
 
 
 class Caller(Protocol):
@@ -36,7 +36,7 @@ class Caller(Protocol):
         """Raise the failures that the host can see now."""
 
     def under_way(self) -> UnderWay:
-        """Return what tells how far its calls so far are."""
+        """Return a probe of its calls so far."""
 
 
 _OPEN: weakref.WeakSet[Caller] = weakref.WeakSet()
@@ -49,7 +49,7 @@ def watch(caller: Caller) -> None:
 
 
 def leave(caller: Caller) -> None:
-    """Remember what an operation that is about to be abandoned may leave on the device."""
+    """Remember the calls that an operation leaves on the device when it is abandoned."""
     with contextlib.suppress(RuntimeError):  # it must close
         if caller.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
@@ -57,11 +57,11 @@ def leave(caller: Caller) -> None:
 
 
 def wait_for_device(first: Caller | None = None) -> None:
-    """Wait for the calls of all operations and for the device, behind a failed call not for ever.
+    """Wait for the calls of all operations and for the device, for a bounded time if a call has failed.
 
-    Then side streams may wait for ever: a peer that has given this rank up gives no further permits. What is
-    enqueued behind them, and the device as a whole, does not end, whichever operation asks. The failures are
-    raised, those of `first` before others.
+    After a failure side streams may never end, as a peer that has given this rank up gives no more permits,
+    and so the device may never be idle, whichever operation asks. Then the failures are raised, those of
+    `first` before others.
     """
     others = (each for each in tuple(_OPEN) if each is not first)
     callers = [*others] if first is None else [first, *others]
@@ -84,9 +84,9 @@ def wait_for_device(first: Caller | None = None) -> None:
 
 
 def check_calls(*, wait: bool = True) -> None:
-    """Raise the failures in calls of all open operations; to be called before results are kept.
+    """Raise failures in calls of all open operations; call it before results are saved.
 
-    wait: wait for the device first, so that no call is under way. Without it, failures so far are raised.
+    wait: for the device first, so that no call is under way; else only failures so far are raised.
     """
     if wait and _OPEN:
         wait_for_device()

@@ -1,8 +1,8 @@
 """Base class of operations over symmetric memory: allocation, failures of peers, closing.
 
-Candidates may differ between ranks in one call: ranks tell each other about chunks, never about tiles. Every
-rank must make the same calls in the same order: see [Note: calls are numbered]. A call on another stream than
-the last one waits for it, on the device; the host does not see replays of graphs.
+Ranks may run different configs in one call, as their flags count chunks, never tiles. All ranks must make the
+same calls in the same order: see [Note: calls are numbered]. A call on another stream than the last call
+waits for that one on the device. The host does not see replays of CUDA graphs.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from .calls import UnderWay, leave, wait_for_device, watch
 from .flags import NOT_COME
 from .streams import Meeting, StreamOrder, launches_block
 
-INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
+INTERPRETED_PROGRAMS = 2  # of a kernel; the interpreter runs them one after the other
 
 
 class DeviceFacts(NamedTuple):
-    """What calls must know of the device of an operation."""
+    """Facts of an operation's device, read once."""
 
     is_gpu: bool = False
     sms: int = 0
     has_tma: bool = INTERPRETED
     needs_fence: bool = False  # between signals and TMA loads
-    launches_block: bool = False
+    launches_block: bool = False  # a launch returns only when its kernel has ended
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceFacts:
@@ -50,23 +50,24 @@ class DeviceFacts(NamedTuple):
 
     @property
     def programs(self) -> int:
-        """Return how many programs of a kernel run at a time."""
+        """Return how many programs a persistent kernel has: one for each SM."""
         return self.sms or INTERPRETED_PROGRAMS
 
 
 class Operation(Shared):
-    """An operation of all ranks of a group that owns symmetric memory; a context manager.
+    """A collective operation of a group's ranks, with its symmetric memory; a context manager.
 
-    A kernel waits `timeout_s` for a peer: seconds on NVIDIA GPUs, elsewhere polls that last about as long.
+    Kernels wait up to `timeout_s` for a peer: by the clock on NVIDIA GPUs, elsewhere for a number of polls
+    that takes about as long.
 
     Opening and closing are collective. A subclass allocates in `_allocate`. Attributes set there and later
-    are deleted when it closes: a closed operation that the caller still holds keeps no memory.
+    are deleted on closing, so a closed operation holds no memory.
     """
 
     _failure_kinds: ClassVar[FailureKinds]
-    _further_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # beside halves
-    _travels: ClassVar[str] = "copy engines move rows beside the kernels"  # on GPUs
-    _is_closed = True  # until it is open
+    _further_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # beside float16 and bfloat16
+    _travels: ClassVar[str] = "copy engines move rows beside the kernels"  # for reports, on GPUs
+    _is_closed = True  # until opening has succeeded
 
     def __init__(
         self, dtype: torch.dtype, group: dist.ProcessGroup | None, backend: str, timeout_s: float
@@ -80,16 +81,16 @@ class Operation(Shared):
         self._facts = DeviceFacts.of(self.device)
         self.backend = f"{self._memory.name}: {self._memory.reason}"
         travels = self._travels if self._facts.is_gpu else "the host moves rows"
-        # What a report says of it: users elsewhere found their overlap off for months.
+        # For tuning reports, so that a slow path does not go unnoticed.
         self.transport = f"{type(self).__name__}: memory by {self.backend}; {travels}; no multicast is used"
         self._broken_by = ""
-        self.explain: Callable[[], str] = str  # the owner's reason why peers did not make a call, or ""
-        self._calls = 0  # eager ones: the number of the last
+        self.explain: Callable[[], str] = str  # the owner's reason why a peer did not come, or ""
+        self._calls = 0  # the number of the last eager call
         self._patience_ticks = as_patience(timeout_s)
         self._kept: frozenset[str] = frozenset({*vars(self), "_kept"})
         try:
             self._check_dtype(dtype)
-            with torch.inference_mode(False):  # other threads and later calls may not write its tensors
+            with torch.inference_mode(False):  # else calls outside of it could not write these tensors
                 self._failures = FailureRecords(self._memory)
                 self._bulletin = Bulletin.open(self._memory)
                 self._allocate()
@@ -106,36 +107,36 @@ class Operation(Shared):
         """Allocate the memory of the calls; collective."""
 
     def _describe(self, peer: int, failure: Failure) -> str:
-        """Return a failure record about a peer in words; "" where `_describe_all` has them."""
+        """Return a sentence for the failure record of a peer; "" if `_describe_all` covers it."""
         text = self._failure_kinds.texts.get(failure.kind, self._failure_kinds.late)
         return text.format(peer=peer, seen=failure.seen, rank=self.rank, peers=self._peers())
 
     def _describe_all(self, failures: dict[int, Failure]) -> list[str]:
-        """Return sentences about several peers at once."""
+        """Return the sentences that cover several peers at once."""
         return []
 
     def _other_rows(self) -> str:
-        """Return with which rows ranks came to a call, where they differ and hosts can tell, or ""."""
+        """Return how the ranks' rows differ in a recent call, as far as hosts know; "" if they do not."""
         return ""
 
     def _peers(self) -> str:
-        """Return all ranks but this one, in words."""
+        """Return the names of all peers, such as "ranks 0, 2"."""
         others = [str(rank) for rank in range(self.world_size) if rank != self.rank]
         return ("rank " if len(others) == 1 else "ranks ") + ", ".join(others)
 
     def _take_refusals(self) -> dict[int, Failure]:
-        """Return the failures by peer, without those that stand for refused calls, which are noted."""
+        """Return the recorded failures by peer; note and clear those by which peers have refused a call."""
         failures = self._failures.by_rank()
         for peer, failure in [*failures.items()]:
             if (failure.kind, failure.seen) == self._failure_kinds.refusal[:2]:
                 del failures[peer]
                 self._failures.forget(peer)
-                if not self._bulletin.is_shared:  # else the peer has told its reason there
+                if not self._bulletin.is_shared:  # else the peer has written its reason there
                     self._bulletin.note_refused(self._calls, peer, "or of one before it")
         return failures
 
     def _error(self) -> Exception | None:
-        """Return the exception for the failures on record, None where there are none."""
+        """Return the exception that the recorded failures call for; None if there are none."""
         failures = self._take_refusals()
         if not failures:
             return None
@@ -168,12 +169,12 @@ class Operation(Shared):
     # ---- what the caller may use
 
     def check(self) -> None:
-        """Wait for the device, see `calls.wait_for_device`, and raise the failures of the calls so far."""
+        """Wait for the device as `calls.wait_for_device` does; raise failures of the calls so far."""
         self._check_all(self._calls)
         self._raise_refused()
 
     def _check_all(self, calls: float) -> None:
-        """Wait for the device and raise failures, save refused calls; of peers, those up to that call."""
+        """Wait for the device; raise failures but refusals, of peers those in calls up to that number."""
         if not (self._is_closed or self._broken_by):
             self._raise_of_peers(calls)
             self._check_peers()
@@ -182,10 +183,10 @@ class Operation(Shared):
         self._check_usable(calls)
 
     def under_way(self) -> UnderWay:
-        """Return what tells how far the calls so far are.
+        """Return a probe of the calls so far: whether they are done, or have failed.
 
-        Behind a failed one there may be W waits here, and as many of a peer. A side stream may wait for ever
-        also behind a call that was not carried out: no kernel of it gives the peer up.
+        After a failure this rank's kernels may go through W waits, and so may a peer's. A side stream may
+        never end: not even a call that was not carried out has a kernel that gives the peer up.
         """
         if self._is_closed:
             return UnderWay(lambda: True, lambda: False, 0.0)
@@ -198,20 +199,20 @@ class Operation(Shared):
         return self._patience_ticks * TICK_S
 
     def raise_known_failure(self) -> None:
-        """Raise the failures that the host can see now; none if the operation is closed."""
+        """Raise failures that the host can see without waiting; do nothing if the operation is closed."""
         if not self._is_closed:
             self._check_call()
 
     @abc.abstractmethod
     def _check_peers(self) -> None:
-        """Raise if peers made other calls, as far as hosts can tell: the device may wait for such a peer."""
+        """Raise if hosts know that peers made other calls: the device may be waiting for one of them."""
 
     def meet_first(self) -> None:
-        """Have the kernels of each eager call from now on begin when all peers have come to it; collective.
+        """Start the kernels of each later eager call only once all peers have come to it; collective.
 
-        For ranks that also send to each other outside of this group, as pipelines do: a kernel that waits
-        for a peer may hold all SMs, and that peer may wait for a send that finds none. It costs a launch, a
-        message and the overlap before a call's first wait. See [Note: beside a pipeline].
+        Needed if ranks also send to each other outside this group, as pipelines do: a kernel that waits for
+        a peer may hold all SMs while that peer waits for a send that needs one. It costs a launch, a message
+        and the overlap before a call's first wait. See [Note: beside a pipeline].
         """
         self._check_usable()
         if self.world_size > 1 and self._meeting is None:
@@ -219,7 +220,7 @@ class Operation(Shared):
                 self._meeting = Meeting(self._memory, self._failures.words)
 
     def close(self) -> None:
-        """Meet the peers, give the memory back and raise failures of calls; a second call does nothing."""
+        """Meet the peers, free the memory and raise failures of calls; a second call does nothing."""
         if self._is_closed:
             return
         try:
@@ -240,12 +241,12 @@ class Operation(Shared):
             self._end()
 
     def __del__(self) -> None:
-        """Abandon what was dropped without being closed: kernels may still run."""
+        """Abandon an operation that was not closed: its kernels may still run."""
         if not self._is_closed and self._facts.is_gpu and not sys.is_finalizing():
             self.abandon()
 
     def refuse(self, reason: str) -> None:
-        """Take no more calls: peers have made one that this rank could not make."""
+        """Refuse all further calls, for this reason: peers made a call that this rank could not make."""
         self._broken_by = reason
 
     # ---- what the calls use
@@ -256,9 +257,9 @@ class Operation(Shared):
             delattr(self, name)
 
     def _check_usable(self, calls: float | None = None) -> None:
-        """Raise what has failed, as far as the host can see; of peers, up to that call, None: the last one.
+        """Raise failures that the host can see; of peers, those in calls up to that number (None: the last).
 
-        A call in which a peer has failed is made all the same: that peer may wait for its part.
+        A call in which a peer has failed is made nevertheless: that peer may wait for this rank's part.
         """
         if self._is_closed:
             raise RuntimeError(f"this {type(self).__name__} is closed; open another on all ranks")
@@ -272,7 +273,7 @@ class Operation(Shared):
                 raise error
 
     def _check_call(self) -> None:
-        """Raise what has failed in the calls so far, here or on a peer, as far as the host can see."""
+        """Raise failures and refusals of the calls so far that the host can see."""
         self._check_usable(self._calls)
         if self._bulletin.bell[0]:
             self._raise_refused()
@@ -282,7 +283,7 @@ class Operation(Shared):
         return f"{name}, rank {self.rank}: {self._broken_by}; close it on all ranks and open another"
 
     def _raise_of_peers(self, call: float) -> None:
-        """Raise why a peer has broken the operation in a call up to that number."""
+        """Raise the cause if a peer has broken the operation in a call up to that number."""
         if self._bulletin.bell[0]:
             self._bulletin.hear()
         if why := self._bulletin.broken_by(call):
@@ -290,7 +291,7 @@ class Operation(Shared):
             raise RuntimeError(self._text_of_broken())
 
     def _raise_refused(self, bulletin: Bulletin | None = None) -> None:
-        """Raise, once, which calls peers have refused; bulletin: of an operation that is closed now."""
+        """Raise, once, the calls that peers have refused; bulletin: kept from before closing."""
         bulletin = bulletin or self._bulletin
         if bulletin.bell[0]:
             bulletin.hear()
@@ -301,7 +302,7 @@ class Operation(Shared):
             )
 
     def _follow(self, *, is_capturing: bool) -> None:
-        """Order the call behind the last one. Raises on another device."""
+        """Order the call behind the last one; raise if another device is current."""
         if self._facts.is_gpu:
             here = torch._C._cuda_getDevice()  # what torch.cuda.current_device() asks behind three functions
             if here != self.device.index:
@@ -318,8 +319,8 @@ class Operation(Shared):
         return self._facts.is_gpu and torch.cuda.is_current_stream_capturing()
 
     def _in_steps(self, *, is_capturing: bool) -> bool:
-        """Return whether a call that scatters launches its kernel chunk by chunk, as captured ones do.
+        """Return whether a scattering call launches its kernel chunk by chunk: in captures it must.
 
-        Also where launches block: a kernel that ends behind its pushes would never let them be enqueued.
+        Also where launches block: one kernel for all chunks waits for pushes that would never be enqueued.
         """
         return is_capturing or self._facts.launches_block
