@@ -78,15 +78,18 @@ def list_entries(
 @app.command()
 def show(
     name: Annotated[
-        str, typer.Argument(help="The name of a kernel or a file, or the first digits of a digest.")
+        str,
+        typer.Argument(
+            help="A part of a kernel's name, the name of a file, or the first digits of a digest."
+        ),
     ],
 ) -> None:
-    """Print the entries of a kernel, or of a digest, as JSON; the winner comes first."""
+    """Print entries as JSON, of each the winner first."""
     cache = _open_cache()
     found = [
         entry
         for entry in cache.entries()
-        if name in (entry.key.kernel, entry.key.file_name) or entry.key.digest.startswith(name)
+        if name in entry.key.kernel or name == entry.key.file_name or entry.key.digest.startswith(name)
     ]
     if not found:
         terminal.fail(f"No entry of {name!r} in {cache.directory}: `dist-autotune cache list` lists all.")
@@ -191,6 +194,8 @@ def import_entries(
     cache = _open_cache()
     try:
         entries = bundle.read(path)
+    except FileNotFoundError:
+        terminal.fail(f"There is no file {path}: `dist-autotune cache export FILE` writes one.")
     except ValueError as error:
         terminal.fail(f"{path}: {error}. Give a file that `dist-autotune cache export` wrote.")
     added, conflicts = bundle.merge(cache, entries, replaces=replace)

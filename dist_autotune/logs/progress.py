@@ -56,7 +56,7 @@ class Progress:
                 parts = timed, best + gain, compiling or self._time_left(forecast)
                 detail = "  ".join(filter(None, parts))
                 self._bar.update(self._task, completed=self._done, detail=detail, refresh=True)
-        elif self._is_shown and self._done * LINES >= self._lines < LINES:
+        elif self._is_shown and forecast.contexts and self._done * LINES >= self._lines < LINES:
             self._lines = int(self._done * LINES)
             self._write(self._line(forecast, step()))
 
@@ -75,10 +75,10 @@ class Progress:
     def _line(self, forecast: Forecast, times: StepTimes | None) -> str:
         parts = [
             f"{forecast.settled} of {counted(forecast.contexts, 'context')} settled",
-            f"step {forecast.runs}",
+            f"run {forecast.runs}",
             f"{counted(forecast.compiling, 'candidate')} compiling" if forecast.compiling else "",
             f"{forecast.timed} of {counted(forecast.candidates, 'candidate')} timed",
-            f"about {counted(forecast.more_runs, 'step')} to go",
+            f"about {counted(forecast.more_runs, 'run')} to go",
             self._time_left(forecast),
             "" if times is None else f"so far: {times}",
         ]

@@ -85,7 +85,7 @@ def test_cache_list_takes_kernel_device_and_json(tmp_cache: Path) -> None:
     assert run("cache", "list", "--kernel", "div").stdout.startswith("No such entries in")
 
 
-@pytest.mark.parametrize("name", ["matmul", KEY.digest[:6], KEY.file_name], ids=["kernel", "digest", "file"])
+@pytest.mark.parametrize("name", ["mat", KEY.digest[:6], KEY.file_name], ids=["kernel", "digest", "file"])
 def test_cache_show_prints_an_entry_as_json(tmp_cache: Path, name: str) -> None:
     Winners(tmp_cache).put(entry())
     Winners(tmp_cache).put(entry(kernel="add"))
@@ -121,6 +121,7 @@ MISTAKES = {
     "report nowhere": ["There is no directory nowhere", "dist-autotune report DIR"],
     "report empty": ["holds no records", "dist-autotune report DIR"],
     "report garbage": ["skipped 2 lines: 2 x damaged JSON"],
+    "cache import away.json": ["There is no file away.json", "cache export FILE"],
     "cache show add": ["No entry of 'add'", "dist-autotune cache list"],
 }
 

@@ -50,7 +50,7 @@ def shown(wanted: bool | None, *, is_first: bool, stderr: io.StringIO) -> str:
         for run in range(1, 21):
             clock.now += 1.0
             progress.update(standing(run, run), lambda: StepTimes(5.2, 3.9, "launch"))
-        progress.close("settled after 20 steps, 20 s")
+        progress.close("settled after 20 runs, 20 s")
     return stderr.getvalue()
 
 
@@ -61,17 +61,25 @@ def test_without_a_terminal_it_writes_a_line_at_the_opening_at_each_quarter_and_
     assert shown(None, is_first=True, stderr=io.StringIO()).splitlines() == [
         f"dist_autotune: tuning train_step: {line}"
         for line in (
-            "1 of 28 contexts settled, step 1, 30 of 60 candidates timed, about 23 steps to go, "
+            "1 of 28 contexts settled, run 1, 30 of 60 candidates timed, about 23 runs to go, "
             "so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
-            "6 of 28 contexts settled, step 6, 30 of 60 candidates timed, about 18 steps to go, 0:18 left, "
+            "6 of 28 contexts settled, run 6, 30 of 60 candidates timed, about 18 runs to go, 0:18 left, "
             "so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
-            "12 of 28 contexts settled, step 12, 30 of 60 candidates timed, about 12 steps to go, 0:12 left, "
+            "12 of 28 contexts settled, run 12, 30 of 60 candidates timed, about 12 runs to go, 0:12 left, "
             "so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
-            "18 of 28 contexts settled, step 18, 30 of 60 candidates timed, about 6 steps to go, 0:06 left, "
+            "18 of 28 contexts settled, run 18, 30 of 60 candidates timed, about 6 runs to go, 0:06 left, "
             "so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
-            "settled after 20 steps, 20 s",
+            "settled after 20 runs, 20 s",
         )
     ]
+
+
+def test_a_session_that_finds_all_results_writes_no_line():
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        progress = Progress("train_step", None, is_first=True)
+        progress.update(Forecast(timed=0, candidates=0, planned_trials=0, runs=1), lambda: None)
+        progress.close("settled after 1 run")
+    assert stderr.getvalue() == ""
 
 
 @pytest.mark.parametrize(("wanted", "is_first"), [(False, True), (None, False), (True, False)])
