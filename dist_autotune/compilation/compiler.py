@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from msgspec import Struct
+
 from .. import settings
 from ..triton_api.launch import Launch, load_kernel
 from . import preflight
@@ -92,13 +94,12 @@ class CompileCounts:
         setattr(self, ending, getattr(self, ending) + 1)
 
 
-@dataclass
-class CompileState:
+class CompileState(Struct, gc=False):
     """How far the candidates of one context are compiled."""
 
-    asked: set[str] = field(default_factory=set)  # candidates that were given to the compiler
+    asked: frozenset[str] = frozenset()  # candidates that were given to the compiler
     left: int = 0  # candidates that are not compiled or not loaded yet
-    forms: set[Any] = field(default_factory=set)  # of launch, until all is compiled; see `keep_form`
+    forms: frozenset[Any] = frozenset()  # of launch, until all is compiled; see `keep_form`
     is_varied: bool = False  # the context was launched in several forms
 
     def keep_form(self, form: Any) -> bool:
@@ -110,7 +111,7 @@ class CompileState:
         if form in self.forms or len(self.forms) > FORMS:
             return False
         self.is_varied |= bool(self.forms)
-        self.forms.add(form)  # one more than `FORMS` tells that there were more
+        self.forms |= {form}  # one more than `FORMS` tells that there were more
         return len(self.forms) <= FORMS
 
     @property
@@ -191,7 +192,7 @@ class Compiler:
             if not self._no_child_because and has_binary(compilation.key):
                 self._end(task, CACHED)
         self._ban(context, reasons)
-        context.compile.asked.update(configs)
+        context.compile.asked = context.compile.asked.union(configs)
         context.compile.left = len(self._left(context))
 
     def advance(self, deadline: float | None = None) -> list[tuple[CompiledContext, CompileCounts]]:
@@ -222,8 +223,7 @@ class Compiler:
             del self._waiting[context]
             self._drop(task for task in self._tasks if task.context is context)
             context.compile.left = 0
-            context.compile.asked.clear()
-            context.compile.forms.clear()
+            context.compile.asked = context.compile.forms = frozenset()
 
     def pause(self, *, goes_on: bool = False) -> None:
         """Stop the children, and begin none; goes_on: let them go on."""
@@ -250,7 +250,7 @@ class Compiler:
                 counts = waiting.counts
                 counts.seconds = time.monotonic() - waiting.began
                 counts.remark = "; ".join(filter(None, (counts.remark, context.compile.remark)))
-                context.compile.forms.clear()
+                context.compile.forms = frozenset()
                 complete.append((context, counts))
         return complete
 

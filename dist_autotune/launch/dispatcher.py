@@ -110,7 +110,7 @@ class Dispatcher:
         self._check_tuned(context, candidate)
         place = texts.places[candidate]
         if not takes_incumbent:
-            context.run.ran.add(candidate)
+            context.run.ran[candidate] = None
             context.run.count += 1
             if self._is_settled(call, context) and not is_of_session:
                 self._known_choices.add(name, options, key, among, place)
@@ -167,11 +167,11 @@ class Dispatcher:
                 state = context.compile
                 if loaded is not None and kernel_of(result) not in (None, loaded) and not state.is_varied:
                     state.is_varied = True
-                    run.ran.add(MIXED)  # the interval may hold a compilation: the run does not count
+                    run.ran[MIXED] = None  # the interval may hold a compilation: the run does not count
             else:
                 result = launch.run(config)
             if not is_rest:
-                run.ran.add(candidate)
+                run.ran[candidate] = None
             run.count += 1
         return result
 
@@ -340,7 +340,7 @@ class Dispatcher:
     def abandon_run(self) -> None:
         """Drop the measurements of the run under way: it raised."""
         for context, launches in self.to_preflight.items():
-            context.compile.forms -= launches.keys()
+            context.compile.forms = context.compile.forms.difference(launches)
         self.to_preflight.clear()
         self._registry.abandon_run()
 
@@ -356,4 +356,4 @@ class Dispatcher:
             for binding, launch in by_form.values():
                 if configs := {c: config for c, config in binding.configs.items() if c in wanted}:
                     compiler.want(context, launch, configs)
-            state.asked |= wanted | {*filter(None, [context.run.choice])}
+            state.asked = state.asked.union(wanted, filter(None, [context.run.choice]))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
 from triton.runtime.autotuner import Autotuner
 
 from ..compilation.compiler import CompileState
@@ -54,8 +56,7 @@ class Binding:
     loaded: dict[tuple[str, int], Any] = field(default_factory=dict)  # (candidate, device) -> kernel
 
 
-@dataclass(frozen=True)
-class Beginning:
+class Beginning(Struct, frozen=True, gc=False):
     """The first candidate of a NEW context, and why it is the first."""
 
     first: str = ""  # the winner before an upgrade, `expected`, or the winner of `nearest_key`
@@ -66,12 +67,11 @@ class Beginning:
     unlikely: Collection[str] = ()  # slow candidates by those times: the search leaves them out
 
 
-@dataclass
-class RunLaunches:
+class RunLaunches(Struct, gc=False):
     """The launches of one context in the run under way."""
 
     choice: str | None = None  # the candidate of the run; None: not launched yet
-    ran: set[str] = field(default_factory=set)  # candidates; several where the choice has failed
+    ran: dict[str, None] = {}  # candidates; several where the choice has failed
     count: int = 0
     report: Part | None = None  # what this rank reports of them
     wanted: set[str] | None = None  # candidates to compile behind the run; None: not asked yet
@@ -92,14 +92,14 @@ class RankContext:
     announced: bool = False  # by this rank
     bindings: list[Binding] = field(default_factory=list)
     bans: dict[str, str] = field(default_factory=dict)  # candidates that failed here, with reasons
-    reported_bans: set[str] = field(default_factory=set)  # candidates whose ban the peers know
+    reported_bans: frozenset[str] = frozenset()  # candidates whose ban the peers know
     failures: dict[str, str] = field(default_factory=dict)  # candidates whose settled launch failed once
     run: RunLaunches = field(default_factory=RunLaunches)
     shares: dict[str, int] = field(default_factory=dict)  # candidate -> thousandths of the SMs that it holds
     fills: Fills = field(default_factory=dict)  # config's text -> the part of the SMs' time it fills
     compile: CompileState = field(default_factory=CompileState)
     launches_per_run: int = 0  # in the last run that launched it before it was settled
-    launched_in_backward: set[bool] = field(default_factory=set)  # both: recomputed there, it may be
+    launched_in_backward: dict[bool, None] = field(default_factory=dict)  # both: recomputed there, it may be
     is_published: bool = False  # its result stands where launches outside the function find it
 
     @property
@@ -170,6 +170,13 @@ class RankContext:
     @property
     def unreported_bans(self) -> dict[str, str]:
         return {c: reason for c, reason in self.bans.items() if c not in self.reported_bans}
+
+    def announce(self, order: ContextOrder, reported_bans: Collection[str]) -> None:
+        """Take over the record that follows from this rank's report; what chose its beginning goes."""
+        self.order, self.announced = order, True
+        if reported_bans:
+            self.reported_bans = self.reported_bans.union(reported_bans)
+        self.beginning = replace(self.beginning, other_times=None, unlikely=())
 
     @property
     def is_idle(self) -> bool:
@@ -272,7 +279,7 @@ class RankContext:
 
     def chosen(self, binding: Binding, failed: Mapping[str, str] = NONE_FAILED) -> str:
         """Return the candidate of this run, or a stand-in where it has failed or the Autotuner pruned it."""
-        self.launched_in_backward.add(is_in_backward())
+        self.launched_in_backward[is_in_backward()] = None
         if self.run.choice is None:
             planned = "" if self.order is None else self.order.digests[self.order.planned]
             is_usable = planned in self.texts and planned not in self.bans

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -35,12 +34,12 @@ from .tunable import OptionTexts
 class Registry:
     """The contexts of this rank, by name.
 
-    Any thread may read. `by_name` is replaced, never changed, so nobody iterates over it while it grows.
+    Any thread may read. `by_name` grows: iterate over `contexts`, as others may add to it.
     lock: taken by who replaces it, or admits a launch.
     """
 
     def __init__(self, names: KernelNames, clock: Clock, rank: int, known: KnownResults) -> None:
-        self.by_name: Mapping[str, RankContext] = {}
+        self.by_name: dict[str, RankContext] = {}
         self.lock = fork_safe_lock()
         self.has_news = False  # contexts have changed since a run began: a settled call has them choose anew
         self.names, self.known = names, known
@@ -60,13 +59,17 @@ class Registry:
             self._choose_first(binding.rank_context)
         return binding
 
+    @property
+    def contexts(self) -> list[RankContext]:
+        return list(self.by_name.values())  # one step, in which no other thread adds one
+
     def active(self) -> tuple[RankContext, ...]:
         """Return the contexts that are launched in this run, or not settled."""
         return tuple(self._active)
 
     def _register(self, context: RankContext) -> None:
         about = context.identity
-        self.by_name = {**self.by_name, context.name: context}
+        self.by_name[context.name] = context
         self._by_key[about.kernel, about.key_text] = context
         self._active[context] = None
 
@@ -132,7 +135,7 @@ class Registry:
             cached = None if tuner is None else tuner.cache.get(key)
             if cached is not None and identity.config_digest(cached) == claim[1]:
                 configs[claim[1]] = cached
-                about = dataclasses.replace(about, texts={**about.texts, claim[1]: str(cached)})
+                about = replace(about, texts={**about.texts, claim[1]: str(cached)})
             else:
                 claim = None
         samples = Samples(self._clock, flags_gaps=tuner is not None)
@@ -177,7 +180,7 @@ class Registry:
         if not names:
             return
         with self.lock:
-            for context in self.by_name.values():
+            for context in self.contexts:
                 context.name = names.get(context.name, context.name)
             self.by_name = {context.name: context for context in self.by_name.values()}
 
@@ -205,13 +208,13 @@ class Registry:
 
     def untuned(self) -> tuple[RankContext, ...]:
         """Return the contexts without a result."""
-        return tuple(each for each in self.by_name.values() if each.tuned is None)
+        return tuple(each for each in self.contexts if each.tuned is None)
 
     def drop_unshared(self, dropped: set[str]) -> None:
         """Drop `dropped`, contexts that no rank has announced, and bans that the peers do not know."""
-        by_name = self.by_name
-        self.forget(dropped | {name for name, context in by_name.items() if context.order is None})
-        for context in by_name.values():
+        contexts = self.contexts
+        self.forget(dropped | {context.name for context in contexts if context.order is None})
+        for context in contexts:
             for candidate in context.unreported_bans:  # a launch finds it again
                 del context.bans[candidate]
 
@@ -223,6 +226,7 @@ class Registry:
             context.begin_run()
             if context.is_idle:
                 del self._active[context]
+                context.samples.let_go()
 
     def abandon_run(self) -> None:
         for context in self.active():
@@ -325,8 +329,7 @@ class Registry:
                 context.order = context.order or orders.get(context.name)
                 continue
             order, outcome = orders[context.name], outcomes[context.name]
-            context.order, context.announced = order, True
-            context.reported_bans.update(report.bans)
+            context.announce(order, report.bans)
             counts = outcome.kind == "sample" and outcome.judge == BY_LAUNCH
             context.samples.apply_outcome(waiting=order.next_launch.waiting, counts=counts, late_ms=late_ms)
 

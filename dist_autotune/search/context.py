@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from .context_search import ContextSearch
 from .expectation.fields import LaunchMs
@@ -32,7 +33,7 @@ class RunVerdict(enum.Enum):
     LEFT_OUT = enum.auto()  # `TakeTurns`: the best plan does not launch it, and so it may starve
 
 
-class NextRun(NamedTuple):
+class NextRun(Struct, frozen=True, gc=False):
     """What the phase under way plans for the next run; `SearchState` replaces it before each."""
 
     candidate: int | None = None  # None: the context's own trial, or its incumbent

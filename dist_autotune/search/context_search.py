@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Container
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 from ..formatting import counted
 from .expectation.order import Meanwhile, TrialOrder
 from .messages import Announcement
@@ -16,6 +18,17 @@ from .strategies import TIE, RunningFlow, Winner
 
 if TYPE_CHECKING:
     from .context import Context
+
+
+_NONE = frozenset[int]()
+
+
+class _Ended(Struct, frozen=True, gc=False):
+    """What the order of trials has come to, where the search is over."""
+
+    most_tried: int
+    outside_indices: tuple[int, ...]
+    untried: str
 
 
 class ContextSearch:
@@ -43,8 +56,9 @@ class ContextSearch:
         self._context, self._meanwhile = context, meanwhile
         self._told = announcement.times_by_key()
         self._order: TrialOrder | None = None  # in which candidates are tried; None: all are
+        self._ended: _Ended | None = None  # in place of that order, once the search is over
         self._chosen: tuple[int | None, str] = None, ""  # the winner; why it is not the fastest
-        self._ran: set[int] = set()  # candidates that ran because the flow had asked for them
+        self._ran = _NONE  # candidates that ran because the flow had asked for them
 
     def start(self) -> None:
         """Begin the search, or go on where an earlier session left it."""
@@ -53,7 +67,7 @@ class ContextSearch:
         if self.flow is None:
             if sum(index not in context.banned for index in range(self.raced)) < 2:
                 self.raced, self.upgrade = len(context.digests), ""
-            self._order = None
+            self._order = self._ended = None
             races_all = self.raced == len(context.digests)  # else some, after an upgrade
             if races_all and self.rules.tries_few(len(context.texts), is_choice=context.is_choice):
                 told = self._told, self._meanwhile, context.about.fills
@@ -105,7 +119,7 @@ class ContextSearch:
         index = context.trial
         assert index is not None
         assert self.flow is not None
-        self._ran.add(index)
+        self._ran |= {index}
         kind, planned = "sample", self.rules.planned_asks(is_warmup=self.is_warmup)
         if self.is_warmup:
             kind, ms = "warm-up", context.times.record_warmup(index, judged)
@@ -152,7 +166,14 @@ class ContextSearch:
         if self.judge != final_judge:
             self.judge, context.status = final_judge, Status.UNDER_WAY
             context.times.drop_samples()  # candidates are judged by something else now
-            self._ran.clear()
+            self._ran = _NONE
+        else:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Drop what led a search that is over, as its context is kept: the times of other keys are many."""
+        self._ended = _Ended(self.most_tried, self.outside_indices, self.untried)
+        self._order, self._ran, self._told, self._meanwhile = None, _NONE, {}, Meanwhile
 
     def _why_slower(self, tied: Container[int] | None) -> str:
         """Return why its search chose not the fastest; empty: it has. tied: None, where it tells none."""
@@ -174,12 +195,16 @@ class ContextSearch:
     @property
     def most_tried(self) -> int:
         """Return how many candidates its search tries at most."""
+        if self._ended is not None:
+            return self._ended.most_tried
         return self.raced if self._order is None else self._order.most
 
     @property
     def outside_indices(self) -> tuple[int, ...]:
         """Return the candidates that are not to be compiled now: not tried, or before."""
         context = self._context
+        if self._ended is not None:
+            return self._ended.outside_indices
         if self._order is None:
             return tuple(range(self.raced, len(context.digests)))
         wanted = self._order.likely - self._ran
@@ -215,6 +240,8 @@ class ContextSearch:
     def untried(self) -> str:
         """Return why candidates were not tried, once the search is over; empty: all were."""
         context = self._context
+        if self._ended is not None:
+            return self._ended.untried
         return self._order.untried_text() if self._order is not None and context.settled else ""
 
     @property

@@ -22,7 +22,7 @@ from .shared_context import About, AgreedTimes, Outcome, SharedContext, Status
 TOLD_KEYS = 64  # results of a kernel, the latest, that tell what to expect of a new key
 
 
-class NextLaunch(Struct, frozen=True, array_like=True):
+class NextLaunch(Struct, frozen=True, array_like=True, gc=False):
     """What a rank launches of a context in the next run, and what it reports of it."""
 
     planned: int = -1  # the candidate that every rank launches; -1: nothing works
@@ -34,7 +34,7 @@ class NextLaunch(Struct, frozen=True, array_like=True):
     outside_race: tuple[int, ...] = ()  # candidates that are not to be compiled now
 
 
-class SearchResult(Struct, frozen=True, array_like=True):
+class SearchResult(Struct, frozen=True, array_like=True, gc=False):
     """How far the search of a context is, and its result."""
 
     status: Status = Status.UNDER_WAY

@@ -34,7 +34,7 @@ class Status(enum.StrEnum):
     PARTIAL = "partial"  # the session ended first; the next one goes on
 
 
-class About(Struct, frozen=True, array_like=True):
+class About(Struct, frozen=True, array_like=True, gc=False):
     """What never changes of a context."""
 
     kernel: str
@@ -49,7 +49,7 @@ class About(Struct, frozen=True, array_like=True):
     fills: dict[str, float]  # by the config's text: how much of the SMs' time a launch fills
 
 
-class Outcome(Struct, frozen=True, array_like=True):
+class Outcome(Struct, frozen=True, array_like=True, gc=False):
     """What a run was for a context: the k-th of n warm-ups or samples of candidate `index`."""
 
     kind: str = "incumbent"  # "warm-up" | "sample" | "incumbent": no trial, or one that did not count
@@ -59,14 +59,13 @@ class Outcome(Struct, frozen=True, array_like=True):
     judge: str = BY_LAUNCH
 
 
-class AgreedTimes:
+class AgreedTimes(Struct, gc=False):
     """Agreed milliseconds so far, by candidate."""
 
-    def __init__(self) -> None:
-        self.ms: dict[int, float] = {}
-        self.warmup_ms: dict[int, float] = {}  # of a warm-up run: no sample, but something known
-        self.fastest_ms: dict[int, float] = {}  # the fastest rank's
-        self.gap_ms: dict[int, float] = {}  # how much of the agreed ms may be a host's
+    ms: dict[int, float] = {}
+    warmup_ms: dict[int, float] = {}  # of a warm-up run: no sample, but something known
+    fastest_ms: dict[int, float] = {}  # the fastest rank's
+    gap_ms: dict[int, float] = {}  # how much of the agreed ms may be a host's
 
     def record_sample(self, index: int, judged: AgreedPart) -> float:
         """Return the agreed time so far; nan unless each rank that launched the candidate has a sample."""

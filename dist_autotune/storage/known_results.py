@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import triton
+from msgspec import Struct
 from msgspec.structs import asdict
 from triton.runtime.autotuner import Autotuner
 
@@ -31,8 +32,7 @@ LISTED_KEYS = 3  # tuned keys that an error names
 TELLING = 16  # keys on disk, the nearest, whose times tell what to expect of a new one
 
 
-@dataclass(frozen=True)
-class Origin:
+class Origin(Struct, frozen=True, gc=False):
     """The session that wrote an entry of some `Autotuner.cache`."""
 
     group: RankGroup

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from msgspec import Struct
 
 from ..formatting import context_label
 from ..options import Options
@@ -17,8 +18,7 @@ from ..triton_api.identity import KernelIdentity, value_text
 from ..triton_api.launch import Key
 
 
-@dataclass(frozen=True, eq=False)
-class ContextIdentity:
+class ContextIdentity(Struct, frozen=True, eq=False, gc=False):
     """One kernel with one key, as this rank launches it: all that a result of it depends on."""
 
     kernel: str  # identity of the kernel

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ..errors import InvalidOption
 
@@ -17,16 +19,14 @@ READ_WITHIN_RUNS = 2  # online: how many runs later the clock is read, ready or 
 GAP_SHARE = 0.03  # of a sample: a smaller part of the host's does not count
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(Struct, frozen=True, gc=False):
     """The mean over the usable launches of one run."""
 
     ms: float
     gap_ms: float  # how much of that may be the host's
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(Struct, frozen=True, gc=False):
     """This rank's measurement of a candidate so far."""
 
     ran: str | None  # the candidate; None: what this rank launched in earlier runs only
@@ -55,10 +55,10 @@ class Samples:
         self._marks: list[Any] = []
         self._is_launching = False
         # Methods that only some clocks have; see `EventClock`.
-        self._is_ready: Callable[[Any], bool] = getattr(clock, "ready", lambda mark: True)
-        self._is_running: Callable[[Any], bool] = getattr(clock, "is_running", lambda mark: False)
+        self._is_ready: Callable[[Any], bool] = getattr(clock, "ready", _always)
+        self._is_running: Callable[[Any], bool] = getattr(clock, "is_running", _never)
         flagged = clock if flags_gaps else None
-        self._gap_ms: Callable[[Any], float] = getattr(flagged, "gap_ms", lambda mark: 0.0)
+        self._gap_ms: Callable[[Any], float] = getattr(flagged, "gap_ms", _no_gap)
 
     def start(self) -> Any:
         self._is_launching = True
@@ -128,6 +128,10 @@ class Samples:
         self.report = None
         self.begin_run()
 
+    def let_go(self) -> None:
+        """Drop all samples: nothing more is judged by them."""
+        self.by_candidate = {}
+
     def _read_sample(self) -> Sample | None:
         times = [(self._clock.read_ms(mark), self._gap_ms(mark)) for mark in self._marks]
         self._marks.clear()
@@ -158,3 +162,15 @@ class Samples:
         ms = statistics.median(exact or [sample.ms for sample in samples])
         gap_ms = 0.0 if exact else min(ms, statistics.median(sample.gap_ms for sample in samples))
         return Reading(ran, is_timed=True, ms=ms, gap_ms=gap_ms)
+
+
+def _always(mark: Any) -> bool:
+    return True
+
+
+def _never(mark: Any) -> bool:
+    return False
+
+
+def _no_gap(mark: Any) -> float:
+    return 0.0

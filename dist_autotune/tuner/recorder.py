@@ -209,7 +209,7 @@ def tuned_contexts(orders: Orders, registry: Registry, names: Iterable[str]) -> 
 
 def contexts_from_cache(registry: Registry) -> tuple[TunedContext, ...]:
     """Return the contexts that settled calls launch with a result from memory or disk, without a session."""
-    claimed = [each for each in registry.by_name.values() if each.order is None and each.claim is not None]
+    claimed = [each for each in registry.contexts if each.order is None and each.claim is not None]
     return tuple(
         TunedContext(
             kernel=context.identity.source.short_name,

@@ -202,8 +202,11 @@ class ReportsOfFunction:
 
     def keep(self, report: TuningReport, *, anew: bool) -> None:
         """Keep the report of a session that is over. anew: it took no result from before."""
-        earlier, self._earlier_s = self._before(report)
-        self._earlier = {} if anew else earlier
+        if (last := self.last) is not None:
+            self._earlier.update(_settled_in(last))  # in place: there may be thousands
+            self._earlier_s += last.cost_s
+        if anew:
+            self._earlier = {}
         self.last = report
 
     def completed(self, report: TuningReport | None, later: tuple[TunedContext, ...]) -> TuningReport | None:
@@ -220,8 +223,13 @@ class ReportsOfFunction:
         earlier, last = dict(self._earlier), self.last
         if last is None or last is report:
             return earlier, self._earlier_s
-        earlier.update((each.label, each) for each in last.contexts if each.status != "unfinished")
+        earlier.update(_settled_in(last))
         return earlier, self._earlier_s + last.cost_s
+
+
+def _settled_in(report: TuningReport) -> dict[str, TunedContext]:
+    """Return the contexts of a session's report by label, but for those that it has dropped."""
+    return {each.label: each for each in report.contexts if each.status != "unfinished"}
 
 
 def missing_gains(contexts: Iterable[TunedContext]) -> Iterator[str]:

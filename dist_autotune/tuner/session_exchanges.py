@@ -188,7 +188,7 @@ class SessionExchanges(abc.ABC):
     def _leave(self, error: BaseException) -> None:
         """Leave a run that failed on some rank: no rank counts it, and the next call may make it again."""
         registry = self.state.registry
-        registry.forget([name for name, context in registry.by_name.items() if not context.announced])
+        registry.forget([context.name for context in registry.contexts if not context.announced])
         self._stage = SessionStage.INTERRUPTED
         self._interrupted_by = described(error)  # not the error: it holds the function's variables
 

@@ -1,5 +1,6 @@
 """Thousands of candidates: a few are compiled and tried, in kernels and in choices. Many keys of a kernel."""
 
+import gc
 import itertools
 import math
 import sys
@@ -109,20 +110,21 @@ def test_a_choice_of_many_options_is_searched_before_the_plans(bench):
 
 def test_a_key_costs_the_same_however_many_the_kernel_has(monkeypatch):
     monkeypatch.setattr(written_tensors, "instances", lambda *kinds: [])  # 20 ms, of all that Python holds
-    bench, calls = Bench(), 0
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    step = bench.tune(lambda n: launch(kernel, numbers(n)), cache=False, log_dir=None)
+    bench, calls, held = Bench(), [0, 0], []
+    kernel = bench.kernel({16 * n: 1.0 + n % 3 for n in range(1, 3)})
+    step = bench.tune(lambda n: launch(kernel, numbers(n)), cache=False, log_dir=None, search="expected")
 
     def count(frame, event, argument):
-        nonlocal calls
-        calls += event in ("call", "c_call")
+        calls[n // 100] += event in ("call", "c_call")
 
-    counts = []
-    for n in range(1, 201):
-        calls = 0
-        sys.setprofile(count)
+    for n in range(1, 200):
+        sys.setprofile(count if n % 100 >= 80 else None)
         step(n)
         sys.setprofile(None)
-        counts.append(calls)
+        if n % 100 == 99:
+            bench.forget()
+            gc.collect()
+            held.append(len(gc.get_objects()))
     # Of the first 64 keys each one more tells what to expect of the next.
-    assert sum(counts[180:]) < 1.1 * sum(counts[80:100])
+    assert calls[1] < 1.1 * calls[0]
+    assert held[1] - held[0] < 100 * 12  # each session looks through them

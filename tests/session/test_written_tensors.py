@@ -15,7 +15,6 @@ from dist_autotune.launch import written_tensors
 from dist_autotune.tuner import session
 
 MS = {16: 3.0, 32: 1.0, 64: 2.0}
-every_sign = pytest.mark.parametrize("sign", ["restore_value", "reset_to_zero"])
 
 
 def in_place(bench, sign: str = "restore_value", ms=MS, **options):
@@ -26,7 +25,7 @@ def ones(n: int = 64) -> torch.Tensor:
     return torch.ones(n)
 
 
-@every_sign
+@pytest.mark.parametrize("sign", ["restore_value", "reset_to_zero"])
 @pytest.mark.parametrize("search", ["exhaustive", "racing"])
 @pytest.mark.parametrize("objective", ["kernel", "thunk"])
 def test_a_call_that_tunes_changes_them_as_one_run_does(bench, sign, search, objective):
@@ -178,10 +177,6 @@ def test_no_memory_for_a_copy_is_told_and_bans_nothing(bench, monkeypatch):
     assert only(tuned.report).banned == {}
 
 
-class Base:
-    pass
-
-
 def test_tuples_that_another_thread_builds_are_left_alone():
     is_over, built, errors = threading.Event(), [], []
 
@@ -197,7 +192,7 @@ def test_tuples_that_another_thread_builds_are_left_alone():
     worker.start()
     try:
         for _ in range(30):
-            written_tensors.instances({Base})
+            written_tensors.instances({Mine})
     finally:
         sys.setswitchinterval(interval_s)
         is_over.set()

@@ -22,7 +22,7 @@ class FinalResults:
     ) -> None:
         self._contexts, self._rules = contexts, rules
         self._comparison, self._verify_bits = comparison, verify_bits
-        self._reported: dict[str, tuple[str, int | None]] = {}  # results that `newly_final` has returned
+        self._reported: dict[str, str] = {}  # results that `newly_final` has returned
 
     def is_undecided(self, context: Context) -> bool:
         """Return whether a settled context is still compared."""
@@ -47,7 +47,7 @@ class FinalResults:
         """Return those of `contexts` whose result is final and new since this was last asked."""
         new = []
         for context in contexts:
-            result = (context.status, context.winner)
+            result = f"{context.status} {context.winner}"
             if self.is_final(context) and self._reported.get(context.name) != result:
                 self._reported[context.name] = result
                 new.append(context)
