@@ -22,6 +22,7 @@ import time
 import weakref
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -104,7 +105,8 @@ class Answer:
 class CallCount:
     """The calls of one function on this rank since its last session, all of them settled.
 
-    Calls write it, and the listener reads it. watch: how a call is watched in which a peer has raised.
+    Calls write it, on any number of threads, and the listener reads it. watch: how a call is watched in which
+    a peer has raised.
     """
 
     questions: Questions
@@ -114,18 +116,38 @@ class CallCount:
     watch: Watch
     watchdog: Watchdog
     begun: int = 0
-    ended: int = 0
-    asks_behind: int = 0  # the latest call at whose end this rank asks; set before the call has ended
-    asks_before: int = 0  # the latest call before which it asks; set before the call is begun
+    under_way: dict[int, int] = field(default_factory=dict)  # thread -> its call
+    # (call, begins) of each question that this rank is to ask: there before the call is begun, or has ended.
+    asks: dict[tuple[int, bool], None] = field(default_factory=dict)
     is_called: bool = False  # a peer is to tune anew: this rank asks before its next call
     has_opened: bool = False  # a session that this rank was interrupted before
 
-    def ask(self, *, begins: bool = False) -> Answer:
-        """Ask about the latest call, behind it or before it; return the outcome.
+    def begin(self, *, asks: bool) -> int:
+        """Begin a call of this thread; return its number. asks: this rank asks before it."""
+        thread = get_ident()
+        call = self.begun + 1  # no function is called before it is written: no other thread has this number
+        if asks:
+            self.is_called = False
+            self.asks[call, True] = None
+        self.under_way[thread] = call
+        self.begun = call
+        return call
+
+    def end(self) -> None:
+        """End the call of this thread."""
+        self.under_way.pop(get_ident(), None)
+
+    @property
+    def ended(self) -> int:
+        """The latest call that has ended with all before it."""
+        return min([self.begun + 1, *self.under_way.values()]) - 1
+
+    def ask(self, call: int, *, begins: bool = False) -> Answer:
+        """Ask about a call, behind it or before it; return the outcome.
 
         A store that is lost is an answer, too.
         """
-        letter = Letter(self.session, self.begun, self.rank, tuple(self.ranks), begins)
+        letter = Letter(self.session, call, self.rank, tuple(self.ranks), begins)
         try:
             return self.questions.answer(letter, self.ended)
         except StoreLost as error:
@@ -136,16 +158,19 @@ class CallCount:
                 end = self.questions.do(lambda store: store.compare_set(letter.key(), "", text))
                 self.has_opened = bytes(end) == b"yes"
             raise
+        finally:
+            self.asks.pop((call, begins), None)
 
     def tell(self, error: str) -> None:
-        """Tell the peers that this rank has raised in the call that it ends: they may wait for it there."""
-        letter = Letter(self.session, self.begun, self.rank, tuple(self.ranks), error=error)
+        """Tell the peers that this thread has raised in the call that it ends: they may wait for it there."""
+        call = self.under_way.get(get_ident(), 0)
+        letter = Letter(self.session, call, self.rank, tuple(self.ranks), error=error)
         with contextlib.suppress(StoreLost):
             self.questions.do(lambda store: self.questions.post(store, letter))
 
     def is_in(self, call: int) -> bool:
-        """Return whether this rank has begun this call as its latest one, and not ended it."""
-        return self.ended < self.begun == call
+        """Return whether some thread has begun this call, and not ended it."""
+        return call in [*self.under_way.values()]
 
 
 class Questions:
@@ -289,14 +314,15 @@ class _Listener:
                 store.add(letter.key("/late"), 1)
             yield
         if is_past:
+            store.set(letter.key(f"/at/{self._rank}"), str(count.ended))
             done = "is in call" if letter.begins else "has not met it in call"
             store.compare_set(letter.key(), "", f"no rank {self._rank} {done} {letter.call}")
         letter.leave(store)
 
     def _asks(self, count: CallCount, letter: Letter) -> bool:
         """Return whether this rank asks the same, or has; then it counts itself out."""
-        asks = (count.asks_before if letter.begins else count.asks_behind) == letter.call
-        return asks or letter.key() in self._asked  # in this order: it may go on to a later call meanwhile
+        # In this order: it may go on to a later call meanwhile.
+        return (letter.call, letter.begins) in count.asks or letter.key() in self._asked
 
 
 def _followed(letter: Letter, count: CallCount, until: float) -> Iterator[None]:

@@ -54,6 +54,26 @@ def session_turn(bystander: Any, take: Callable[[ProcessTurn], bool] | None = No
                     INTERCEPTION.session_lock = threading.RLock()  # who waits looks for it at each poll
 
 
+@contextlib.contextmanager
+def one_at_a_time(inside: dict[str, object]) -> Iterator[bool | None]:
+    """Let one thread at a time into the block; yield whether it has waited, and None where it is not let in.
+
+    A wait ends as one for the turn does. inside: has the thread that is in, for all that wait for it.
+    """
+    mine, turn, has_waited = object(), ProcessTurn(), False
+    try:
+        while inside.setdefault("thread", mine) is not mine:  # no lock: a Ctrl-C might leave it taken
+            if turn.is_overdue():
+                yield None
+                return
+            has_waited = True
+            time.sleep(POLL_S)
+        yield has_waited
+    finally:
+        if inside.get("thread") is mine:
+            del inside["thread"]
+
+
 class ProcessTurn:
     """The turn of sessions in this process, for one call that waits for it."""
 

@@ -22,7 +22,7 @@ from ..repeats.arguments import Arguments
 from ..repeats.repeated_call import RepeatedCall, saved_tensor_hooks
 from ..triton_api import identity, interception
 from ..triton_api.interception import INTERCEPTION, PROGRAM, propagate_to_autograd
-from ..triton_api.turn import ProcessTurn, session_turn
+from ..triton_api.turn import ProcessTurn, one_at_a_time, session_turn
 from . import diagnosis
 from .function_state import FunctionSetup, FunctionState, RanksOfCalls
 from .recorder import contexts_from_cache
@@ -63,6 +63,7 @@ class Calls:
         self._is_to_retune = False  # the next call that all ranks take up tunes anew
         self._is_retuning = False  # the session under way ignores results; so does the next one if it fails
         self._ranks = RanksOfCalls(options, name)
+        self._asking: dict[str, object] = {}  # the thread that takes the turn with other ranks
 
     @property
     def report(self) -> TuningReport | None:
@@ -96,7 +97,7 @@ class Calls:
             with self._unsettled_step(mode, asks_nobody, takes_up=state is not None):
                 return thunk()
         try:
-            with self._turn(asks_nobody=asks_nobody) as is_own:
+            with self._turn(asks_nobody=asks_nobody, is_agreed=state is not None) as is_own:
                 if not is_own:
                     return thunk()
                 self._wants_session |= state is not None  # all ranks open one in this call, to tune anew
@@ -104,8 +105,9 @@ class Calls:
                 if not (asks_nobody or self.settled):
                     return self._replay(state, thunk, Arguments(thunk))
         except PutAside:  # before any run: peers have not come to go on with the session
-            state, asks_nobody = self._current_state(mode), True
-        return self._settled_call(state, thunk, asks_nobody)
+            return self._settled_call(self._current_state(mode), thunk, asks_nobody=True)
+        # By another thread's session: this is a settled call like any other, which ranks count.
+        return self._settled_call(state, thunk, asks_nobody) if asks_nobody else self.call(mode, thunk)
 
     def step(self, mode: str, *, asks_nobody: bool = False) -> AbstractContextManager[None]:
         """Begin a call of mode="online", a trial or a run with settled configs, that is the returned block.
@@ -125,7 +127,7 @@ class Calls:
         takes_up: all ranks open a session in this step, to tune anew.
         """
         try:
-            with self._turn(asks_nobody=asks_nobody) as is_own:
+            with self._turn(asks_nobody=asks_nobody, is_agreed=takes_up) as is_own:
                 if not is_own:
                     yield
                     return
@@ -181,7 +183,7 @@ class Calls:
         # The state before this run was not copied. Where it changes, or hooks of the caller have seen what
         # autograd saves, the call returns this run's result.
         is_kept = bool(self._options.preserve) or call.changes_tensors or saved_tensor_hooks() is not None
-        with self._turn() as is_own:
+        with self._turn(is_agreed=True) as is_own:
             is_tuned = not state.function.is_alone or all(each.tuned is not None for each in call.new or ())
             if not is_own or (self.settled and is_tuned):  # by another thread's session
                 return result
@@ -273,18 +275,37 @@ class Calls:
         self._is_to_retune &= self._settled.is_heard
         return opens
 
-    def _turn(self, *, asks_nobody: bool = False) -> AbstractContextManager[bool]:
-        """Take the turn of sessions, on all ranks; alone for later calls of a session of mode="online"."""
+    def _turn(self, *, asks_nobody: bool = False, is_agreed: bool = False) -> AbstractContextManager[bool]:
+        """Take the turn of sessions, on all ranks; alone for later calls of a session of mode="online".
+
+        is_agreed: all ranks have said that they open a session.
+        """
         if self._is_program:
             return contextlib.nullcontext(True)
-        session, is_online = self._session, self._options.mode == "online"
-        goes_on = is_online and session is not None and not session.is_interrupted
-        if asks_nobody or goes_on or not self._options.is_dist:
+        if asks_nobody or self._goes_on_alone or not self._options.is_dist:
             return session_turn(INCUMBENTS)
         group = self._ranks.group()
         turns = self._ranks.turns(group)
-        take = None if turns is None else functools.partial(self._take_turn, group, turns)
-        return session_turn(INCUMBENTS, take)
+        if turns is None:
+            return session_turn(INCUMBENTS)
+        return self._turn_of_ranks(functools.partial(self._take_turn, group, turns), is_agreed=is_agreed)
+
+    @property
+    def _goes_on_alone(self) -> bool:
+        session = self._session
+        return self._options.mode == "online" and session is not None and not session.is_interrupted
+
+    @contextlib.contextmanager
+    def _turn_of_ranks(self, take: Callable[[ProcessTurn], bool], *, is_agreed: bool) -> Iterator[bool]:
+        """Take the turn on all ranks, for one thread that calls this function at a time."""
+        with one_at_a_time(self._asking) as has_waited:
+            if has_waited is None:
+                yield False
+                return
+            # Where another thread has opened the session meanwhile, peers may not be asking.
+            is_open = has_waited and not is_agreed and (self.settled or self._goes_on_alone)
+            with session_turn(INCUMBENTS, None if is_open else take) as is_own:
+                yield is_own
 
     def _take_turn(self, group: RankGroup, turns: Turns, turn: ProcessTurn) -> bool:
         """Take the turn on all ranks; raises PutAside where peers do not go on with a session."""

@@ -261,14 +261,17 @@ class RanksOfCalls:
 
     def are(self, group: RankGroup) -> bool:
         """Return whether these ranks make a call now, as a rule without looking for them."""
-        if (world := _DEFAULT.WORLD) is None:
-            world = RanksOfCalls  # a stand-in: None is what the reference to a group that has ended gives
+        world = _DEFAULT.WORLD
         if self._is_given or world is not self._world() or os.getpid() != self._pid:
             if group is not self.group():
                 return False
-            self._world = weakref.ref(world)
+            self._world = (lambda: None) if world is None else weakref.ref(world, self._forget)
             self._pid = os.getpid()
         return True
+
+    def _forget(self, ended: Any) -> None:
+        if self._world is ended:
+            self._world = object  # a new one at each call: an ended group's None would stand for no group
 
     def turns(self, group: RankGroup) -> Turns | None:
         """Return the turns of sessions that these ranks take together; None: one rank takes its own."""

@@ -8,6 +8,7 @@ import functools
 import logging
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
+from threading import get_ident
 from typing import Any
 
 from ..errors import NotTuned
@@ -75,15 +76,14 @@ class SettledCalls:
         if (count := state.call_count) is None:
             return False
         asks = retunes or count.is_called or (self._has_unshared and self.is_heard)
-        if asks:
-            count.is_called, count.asks_before = False, count.begun + 1
-        count.begun += 1
+        call = count.begin(asks=asks)
         if not asks:
             return False
         try:
-            answer = count.ask(begins=True)
+            answer = count.ask(call, begins=True)
         except BaseException:
             count.begun -= 1
+            count.end()
             raise
         self._unanswered = self._unanswered + 1 if answer.is_late else 0
         if not answer.opens:
@@ -101,15 +101,18 @@ class SettledCalls:
         count = state.call_count if may_tune else None
         if (new := call.new) is None:  # as in most calls
             if count is not None:
-                count.ended = count.begun
+                count.end()
             return False
         due = [each for each in new if not may_tune or self._is_due(each)]
         unasked = (each for each in due if each.tuned is None and self._asked[each.name] < ATTEMPTS)
         asking = list(unasked) if self.is_heard and not self._stopped else []
+        number = 0
         if count is not None:
-            if asking:
-                count.asks_behind = count.begun
-            count.ended = count.begun
+            # 0: the call was begun before the session of another thread.
+            number = count.under_way.get(get_ident(), 0)
+            if asking and number:
+                count.asks[number, False] = None
+            count.end()
         if asks_nobody:
             return False
         if self._stopped or not may_tune:
@@ -118,10 +121,12 @@ class SettledCalls:
         if count is None:
             return state.function.is_alone and bool(due)
         self._has_unshared = any(each.tuned is not None for each in new)
-        return bool(asking) and self._ask(state, count, asking)
+        return bool(asking and number) and self._ask(state, count, number, asking)
 
-    def _ask(self, state: FunctionState, count: CallCount, asking: Collection[RankContext]) -> bool:
-        answer = count.ask()
+    def _ask(
+        self, state: FunctionState, count: CallCount, number: int, asking: Collection[RankContext]
+    ) -> bool:
+        answer = count.ask(number)
         self._unanswered = self._unanswered + 1 if answer.is_late else 0
         self._asked.update(context.name for context in asking)
         if not answer.opens:
@@ -139,7 +144,7 @@ class SettledCalls:
             return
         if self._may_tune(state, asks_nobody=asks_nobody) and (count := state.call_count) is not None:
             count.tell(described(error)[:2000])
-            count.ended = count.begun
+            count.end()
         if isinstance(error, NotTuned) and not state.has_refused:
             state.has_refused = True  # each time costs the peers an exchange
             function.group.fail(error)

@@ -34,14 +34,7 @@ def test_a_group_of_some_ranks_tunes_without_the_others_who_are_told_what_to_do(
         assert not settled
 
 
-@on_ranks(2, init="none")
-def test_is_dist_without_a_process_group_is_one_rank(rank):
-    step, bench = tuned_step({16: 2.0, 32: 1.0})
-    step()
-    assert (dist.is_initialized(), step.report.world_size, bench.blocks()) == (False, 1, [16, 32, 32])
-
-
-@pytest.mark.parametrize("what", ["world of one", "group of one", "is_dist=False"])
+@pytest.mark.parametrize("what", ["world of one", "group of one", "is_dist=False", "no group"])
 def test_alone_nothing_is_exchanged(what):
     def program(rank):
         options = {}
@@ -58,7 +51,8 @@ def test_alone_nothing_is_exchanged(what):
             return step.report.world_size, bench.blocks()
         return None
 
-    results = assert_all_ok(run_ranks(program, 1 if what == "world of one" else 2))
+    init = "none" if what == "no group" else "file"
+    results = assert_all_ok(run_ranks(program, 1 if what == "world of one" else 2, init=init))
     assert results[0] == (1, [16, 32, 16])
 
 

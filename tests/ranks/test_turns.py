@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kernels_for_tests import Bench, double, launch, numbers
-from rank_programs import TIMEOUT_S, blocks_of, ending, interrupt_when_waiting, tune
+from rank_programs import TIMEOUT_S, blocks_of, ending, interrupt_when_waiting, tune, tuned_step
 
 from dist_autotune.ranks.group import GROUPS
 from dist_autotune.triton_api import turn
@@ -47,6 +47,18 @@ def test_two_functions_that_threads_begin_in_other_order_on_other_ranks_are_tune
 
     expected = [True, True], [{"add64": 32}, {"double64": 16}]
     assert assert_all_ok(run_ranks(program, world)) == [expected] * world
+
+
+@pytest.mark.parametrize("mode", ["replay", "online"])
+def test_one_function_may_be_called_on_two_threads_of_each_rank_at_once(mode):
+    def program(rank):
+        step, _ = tuned_step({16: 3.0, 32: 1.0}, mode=mode)
+        for size in (64, 128):  # the second one is new to settled calls
+            for _ in range(5):
+                called_on_threads([lambda size=size: step(size)] * 2, pause_s=0.0)
+        return step.settled, step.untuned, blocks_of(step)["add128"]
+
+    assert assert_all_ok(run_ranks(program, 2)) == [(True, (), 32)] * 2
 
 
 def test_functions_on_groups_that_overlap_in_a_circle_are_all_tuned():
