@@ -46,6 +46,8 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 def one_line(text: str) -> str:
     """Return `text` with its line ends as ` | `, and what a terminal would obey as Python writes it."""
+    if text.isprintable():
+        return text.strip()
     line = " | ".join(line.strip() for line in text.splitlines() if line.strip())
     return _CONTROL.sub(lambda found: repr(found[0])[1:-1], line)
 

@@ -1,8 +1,8 @@
 """Writes a session's records as they come: `rank-N.log` for people, `rank-N.jsonl` with the same events.
 
-One `write` system call per line: other sessions and other processes of the same rank number append to the
-files, and a crash leaves every event before it. A full file becomes `rank-N.older.*`, in place of the one
-before.
+One `write` system call for the lines of a run: other sessions and other processes of the same rank number
+append to the files, and a crash leaves every run before it. A full file becomes `rank-N.older.*`, in place of
+the one before.
 """
 
 from __future__ import annotations
@@ -58,18 +58,19 @@ class SessionLog(contextlib.AbstractContextManager["SessionLog"]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def write(self, record: Record) -> None:
-        """Append `record` to both files; it is with the operating system when this returns."""
+    def write(self, *records: Record) -> None:
+        """Append records to both files; they are with the operating system when this returns."""
         if os.getpid() != self._pid:
             return
-        line = self._lines.line(record)
-        level = logging.INFO if isinstance(record, FOR_USERS) else logging.DEBUG
-        logger.log(logging.WARNING if getattr(record, "warning", "") else level, "%s", line)
-        if not self._paths:
+        lines = [self._lines.line(record) for record in records]
+        for record, line in zip(records, lines, strict=True):
+            level = logging.INFO if isinstance(record, FOR_USERS) else logging.DEBUG
+            logger.log(logging.WARNING if getattr(record, "warning", "") else level, "%s", line)
+        if not (self._paths and records):
             return
         try:
-            for path, text in zip(self._paths, (to_json(record), line), strict=True):
-                self._append(path, text)
+            for path, texts in zip(self._paths, (map(to_json, records), lines), strict=True):
+                self._append(path, "\n".join(texts))
         except OSError as error:
             self.close()
             self._paths = ()  # before the warning, which raises where warnings are errors
@@ -82,7 +83,7 @@ class SessionLog(contextlib.AbstractContextManager["SessionLog"]):
             os.close(self._files.popitem()[1])
 
     def _append(self, path: Path, text: str) -> None:
-        """Append a line in one write, whole, or raise OSError."""
+        """Append lines in one write, whole, or raise OSError."""
         data = text.encode("utf-8", "backslashreplace") + b"\n"
         is_open = path in self._files
         file = self._files[path] if is_open else self._open(path)
@@ -92,7 +93,7 @@ class SessionLog(contextlib.AbstractContextManager["SessionLog"]):
         elif size and not is_open and os.pread(file, 1, size - 1) != b"\n":  # a full disk has cut a line
             data = b"\n" + data
         if os.write(file, data) != len(data):
-            raise OSError(errno.ENOSPC, "no space for a whole line", str(path))
+            raise OSError(errno.ENOSPC, "no space for whole lines", str(path))
 
     def _open(self, path: Path) -> int:
         if not path.parent.exists():  # a directory that is there already may be anything of the user's

@@ -121,11 +121,11 @@ class Context(SharedContext):
         incumbent = self.incumbent
         if self.search.rules.mode != "online" or not self.is_tuned_by_launches:
             return incumbent
-        if not (known := dict(self.times.known(self.banned))):
-            return incumbent
-        fastest = min(known, key=known.__getitem__)
-        is_faster = known[fastest] * (1 + TIE) < least(self.times.agreed_ms(incumbent))
-        return fastest if is_faster else incumbent
+        known = {**self.times.warmup_ms, **self.times.ms}.items()
+        ms, fastest = min(
+            ((ms, each) for each, ms in known if each not in self.banned), default=(0.0, incumbent)
+        )
+        return fastest if ms * (1 + TIE) < least(self.times.agreed_ms(incumbent)) else incumbent
 
     @property
     def rest(self) -> int:

@@ -223,9 +223,9 @@ class ContextSearch:
     def not_fastest(self) -> str:
         """Return why the winner is not the fastest of those that were timed; empty: it is."""
         context = self._context
-        known = dict(context.times.known(context.banned))
-        winner = context.winner if context.settled and context.winner in known else None
-        if winner is None or known[winner] <= (fastest_ms := min(known.values())):
+        known = dict(context.times.known(context.banned)) if context.settled else {}
+        winner = context.winner
+        if winner not in known or known[winner] <= (fastest_ms := min(known.values())):
             return ""
         chosen, why = self._chosen
         if fastest_ms not in context.times.ms.values():

@@ -187,8 +187,10 @@ class SharedContext:
     @property
     def default(self) -> int:
         """Return the candidate that is launched untuned; the first that works if that one is banned."""
-        order = (self.about.default, *range(len(self.digests)))
-        return next((index for index in order if index not in self.banned), self.about.default)
+        default, banned = self.about.default, self.banned
+        if default not in banned or self.is_spent:
+            return default
+        return next(index for index in range(len(self.digests)) if index not in banned)
 
     def index_of(self, digest: str | None) -> int | None:
         """Return the index of a candidate's digest; None: not a candidate of this context."""

@@ -110,7 +110,7 @@ class SearchState:
 
     @property
     def _trials(self) -> list[RunPhase] | list[Context]:
-        return list(self.contexts.values()) if self.run_phase is None else [self.run_phase]
+        return self.changed if self.run_phase is None else [self.run_phase]  # what is settled tries nothing
 
     @property
     def judged_run(self) -> str | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import socket
 import time
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -36,6 +37,7 @@ class Recorder:
         self._function, self._rank, self._ranks = function, function.group.rank, function.group.ranks
         self._log, self._began = log, time.monotonic()
         self._exchanges: list[Exchanged] = []  # written with the next record
+        self._held: list[Record] | None = None  # records that are written together
         self._admitted: set[str] = set()
         self._next_forecast = FIRST_FORECAST
 
@@ -46,8 +48,21 @@ class Recorder:
     def write(self, record: Record) -> None:
         """Write the exchanges before `record`, then itself, stamped with session, rank and time."""
         exchanges, self._exchanges = self._exchanges, []
-        for each in (*exchanges, record):
-            self._log.write(self._stamped(each))
+        records = [self._stamped(each) for each in (*exchanges, record)]
+        if self._held is None:
+            self._log.write(*records)
+        else:
+            self._held += records
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Write the records of the block in one piece at its end, also where it raises."""
+        self._held = held = list[Record]()
+        try:
+            yield
+        finally:
+            self._held = None
+            self._log.write(*held)
 
     def _stamped(self, record: Record) -> Record:
         elapsed_s = time.monotonic() - self._began

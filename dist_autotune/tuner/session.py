@@ -87,7 +87,8 @@ class Session(SessionExchanges):
                 report = replace(run.report(self.elapsed_s), retunes=self.asks_to_retune)
             with self._dropping_searches():
                 order = self._exchange(report, lambda search: search.step, watch.what, of_run=True)
-            self._apply(order)
+            with self._recorder.together():
+                self._apply(order)
             run.end_exchange()
         finally:  # until then settled calls of other threads leave its contexts alone
             dispatcher.run_under_way = None  # no function, before which a Ctrl-C might come

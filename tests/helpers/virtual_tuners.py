@@ -365,7 +365,7 @@ def virtual_world() -> Iterator[None]:
             (INTERCEPTION, "session_lock", everybodys_turn()),  # virtual ranks never run at once
             (GROUPS, "of", lambda group: group),
             (options_module, "_is_process_group", lambda group: True),
-            (SessionLog, "write", lambda log, record: None),
+            (SessionLog, "write", lambda log, *records: None),
             (Winners, "put", lambda cache, *entries, **how: [HERE.rank.disk.put(e, **how) for e in entries]),
             (Winners, "get", lambda cache, key: HERE.rank.disk.entries.get(key.digest)),
             (Winners, "entries", lambda cache, kernel="": HERE.rank.disk.of_kernel(kernel)),
