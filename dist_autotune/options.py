@@ -39,13 +39,13 @@ OF_FUNCTIONS = ("mode", "group", "preserve", "clock", "bits", "outputs")  # `dis
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of `contextual_autotune`, checked: its signature and help, and those of `run`, are these.
+    """The checked options of `contextual_autotune`: they make its signature and help, and those of `run`.
 
     Args:
         is_dist: all ranks of `group` agree on each config; every rank must call the function. run: yes.
         n_repeat: measured runs per config; 5 when None. Giving it, or n_warmup, selects `exhaustive`.
-        n_warmup: unmeasured runs before them; 3 when None.
-        mode: `replay` repeats the function in one call until all is tuned, `online` makes one trial a call.
+        n_warmup: unmeasured runs per config, before those; 3 when None.
+        mode: `replay` repeats the function in one call until all is tuned; with `online` a call is one run.
         search: `exhaustive`, `racing`, `expected`, `auto`, or a function returning a flow (docs/options.md).
         objective: `kernel` judges a config by its launches, `thunk` by the time of the whole run, `graph` by
             replays of the whole run, captured into a CUDA graph (docs/search.md).
@@ -53,8 +53,8 @@ class Options:
         share: False: results belong to this function alone.
         name: of the function in logs, reports and cache; None: its qualified name, or the program's file.
         watch: with is_dist, tune a key that all ranks meet in one settled call; False: it stays untuned.
-        preserve: tensors, generators, modules, optimizers and other objects with state_dict(). All that they
-            keep is put back before each further run (replay).
+        preserve: tensors, generators, modules, optimizers and other objects with state_dict(). Their state is
+            put back before each further run (replay).
         cache: True: the user's cache directory; a path: that directory; False, or `off` of `run`: none.
         log_dir: directory of `rank-N.log` and `rank-N.jsonl`; None, or `off` of `run`: no files.
         clock: how a launch is timed; None: CUDA events on a GPU, the wall clock without one.
@@ -62,18 +62,18 @@ class Options:
         on_stuck: `abort` ends the process `timeout_s` after it was reported as stuck (in a collective).
         max_runs: runs of a session, the final one included; None: 4 x what the search plans.
         budget_s: seconds since the session's first call, all included, after which the best so far wins.
-        overhead: the share of the time that tuning may take, online: trials are spread over as many steps as
-            that needs. None: 0.15, where a session lasts for more than 10 s. Replay, which makes trials
-            only, is not limited by it: a line of the log says so.
-        compile_jobs: candidates that a rank compiles at a time; None: one on each core of its share of the
-            host, online on half of them.
-        filler_ms: the longest that a trial may begin later for its kernels to be timed without the host's
-            part; None: 20, online 1.
-        progress: None and True show on rank 0 how far tuning is: a bar where stderr is a terminal, else a
-            line at each quarter. False shows nothing.
-        bits: `same`: the winners' outputs equal those of the first configs, bit for bit, on all ranks, or the
+        overhead: share of the time that tuning may take online: trials are spread over as many steps as that
+            needs. None: 0.15 in sessions of more than 10 s. Replay is not limited, and its log says so.
+        compile_jobs: candidates that a rank compiles at a time; None: one per core of its share of the host,
+            online half of that.
+        filler_ms: the longest delay of a trial, so that the host runs ahead and its time is in no sample;
+            None: 20, online 1.
+        progress: None and True show progress on rank 0: a bar where stderr is a terminal, else a line at each
+            quarter. False shows nothing.
+        bits: `same`: a winner's outputs equal those of the first configs, bit for bit, on all ranks, else the
             next best is verified; `check`: the report says of each winner whether they do (replay).
-        outputs: what is compared beside the result and `preserve`: tensors or objects with state_dict().
+        outputs: outputs that `bits` compares beside the result and `preserve`: tensors or objects with
+            state_dict().
     """
 
     is_dist: bool = field(default=False, kw_only=False)
