@@ -41,6 +41,7 @@ import triton
 from msgspec.structs import replace
 
 from dist_autotune import contextual_autotune
+from dist_autotune.ranks.exchange import ExchangeWait
 from dist_autotune.ranks.group import GROUPS
 from dist_autotune.search.messages import Announcement, Opening, Part, RunReport
 from dist_autotune.search.orders import Orders, read_order
@@ -160,7 +161,7 @@ def exchange_ms(rank: int, calls: int) -> dict[str, Cost]:
 
         def exchange() -> None:
             report = runs.report()
-            runs.apply(agreement.exchange(report, runs.search.step, TIMEOUT_S, "a timing"))
+            runs.apply(agreement.exchange(report, runs.search.step, ExchangeWait("a timing", TIMEOUT_S)))
 
         return exchange
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import math
 import os
 import weakref
 from typing import Any, TypeAlias
@@ -33,13 +32,11 @@ class RankGroup:
         self.ranks: tuple[int, ...] = (rank,)  # of the group, global
         self._watchdog = Watchdog(rank)
 
-    def exchange(
-        self, report: bytes, decide: Decide, timeout_s: float, what: str, patience_s: float = math.inf
-    ) -> bytes:
+    def exchange(self, report: bytes, decide: Decide, wait: ExchangeWait) -> bytes:
         """Send `report`, return the order that `decide` makes of all reports on the deciding rank.
 
         Raises AgreementTimeout or PeerFailed; on the deciding rank what `decide` raises, and PeerFailed on
-        the others; PutAside after `patience_s` where the peers that are missing are in no call.
+        the others; PutAside after `wait.patience_s` where the peers that are missing are in no call.
         """
         return decide({self.rank: report})
 
@@ -56,9 +53,7 @@ class RankGroup:
         """Return what asks for the turns of a function of this name; None: a rank alone asks nobody."""
         return None
 
-    def take_turn(
-        self, turns: Turns, turn: LocalTurn, timeout_s: float, what: str, patience_s: float = math.inf
-    ) -> bool:
+    def take_turn(self, turns: Turns, turn: LocalTurn, wait: ExchangeWait) -> bool:
         """Take the turn of sessions on all ranks; return False where all go on without a session.
 
         Raises as `exchange`, and RankMismatch where ranks ask for different functions.
@@ -93,10 +88,8 @@ class ProcessGroup(RankGroup):
     def _new_exchanges(self, prefix: str) -> Exchanges:
         return Exchanges(self._connections, prefix, self.ranks, self.rank, idle_prefix=self._prefix)
 
-    def exchange(
-        self, report: bytes, decide: Decide, timeout_s: float, what: str, patience_s: float = math.inf
-    ) -> bytes:
-        return self._exchanges.exchange(report, decide, ExchangeWait(what, timeout_s, patience_s))
+    def exchange(self, report: bytes, decide: Decide, wait: ExchangeWait) -> bytes:
+        return self._exchanges.exchange(report, decide, wait)
 
     def fail(self, error: BaseException) -> None:
         group = self._group()
@@ -117,13 +110,11 @@ class ProcessGroup(RankGroup):
         title = name if number == 1 else f"{name} (number {number} of that name)"
         return Turns(title, own, self.rank == self.ranks[0], self.fail)
 
-    def take_turn(
-        self, turns: Turns, turn: LocalTurn, timeout_s: float, what: str, patience_s: float = math.inf
-    ) -> bool:
+    def take_turn(self, turns: Turns, turn: LocalTurn, wait: ExchangeWait) -> bool:
         scout, own = self._connections.scout, f"{self._prefix}/asks/{self.rank}"
         scout.start(lambda store: store.set(own, turns.name))
         try:
-            has_turn = turns.take(turn, ExchangeWait(what, timeout_s, patience_s))
+            has_turn = turns.take(turn, wait)
         except PutAside:
             raise
         except AgreementTimeout as error:

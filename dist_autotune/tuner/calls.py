@@ -16,6 +16,7 @@ from ..launch.fast_path import INCUMBENTS, CallUnderWay, dispatcher
 from ..logs.records import Note
 from ..logs.writer import SessionLog
 from ..options import Options
+from ..ranks.exchange import ExchangeWait
 from ..ranks.group import RankGroup
 from ..ranks.turns import Turns
 from ..repeats.arguments import Arguments
@@ -309,12 +310,13 @@ class Calls:
 
     def _take_turn(self, group: RankGroup, turns: Turns, turn: ProcessTurn) -> bool:
         """Take the turn on all ranks; raises PutAside where peers do not go on with a session."""
-        state, session, what = self.state, self._session, "the opening of a session"
+        state, session = self.state, self._session
         timeout_s = self._options.timeout_s if state is None else state.function.timeout_s
         patience_s = math.inf if session is None else session.patience_s
+        wait = ExchangeWait("the opening of a session", timeout_s, patience_s)
         group.rest(between_calls=False)
         try:
-            return group.take_turn(turns, turn, timeout_s, what, patience_s)
+            return group.take_turn(turns, turn, wait)
         except PutAside as error:
             assert session is not None
             session.put_aside(error)

@@ -21,6 +21,7 @@ from ..launch.registry import Registry
 from ..launch.results import Results
 from ..launch.written_tensors import WrittenTensors
 from ..options import DEFAULT_N_REPEAT, DEFAULT_N_WARMUP, Options
+from ..ranks.exchange import ExchangeWait
 from ..ranks.group import GROUPS, RankGroup
 from ..ranks.questions import CallCount
 from ..ranks.turns import Turns
@@ -152,7 +153,7 @@ class FunctionState:
         return self._call_count
 
     def exchange(
-        self, message: Message, decision: Decision, what: str, patience_s: float
+        self, message: Message, decision: Decision, wait: ExchangeWait
     ) -> tuple[bytes, bytes, float]:
         """Exchange a message for the order, by a decision of the deciding rank's search.
 
@@ -164,8 +165,7 @@ class FunctionState:
             assert self.search is not None
             return decision(self.search)(reports)
 
-        function = self.function
-        received = function.group.exchange(sent, decide, function.timeout_s, what, patience_s)
+        received = self.function.group.exchange(sent, decide, wait)
         seconds = time.perf_counter() - began
         self.time_spent.add("exchanges_s", seconds)
         return sent, received, seconds

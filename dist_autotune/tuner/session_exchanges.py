@@ -17,6 +17,7 @@ from ..errors import FlowFailed, NoValidConfig, PeerFailed, PutAside, RankMismat
 from ..formatting import described
 from ..launch.rank_context import RankContext
 from ..logs.records import Note
+from ..ranks.exchange import ExchangeWait
 from ..search.messages import Message, Opening, RunReport
 from ..search.orders import Order, read_order
 from ..search.search import Decision
@@ -102,7 +103,8 @@ class SessionExchanges(abc.ABC):
         decision: of the deciding rank's search. of_run: where a peer's run has failed, the next call goes on.
         """
         try:
-            sent, received, seconds = self.state.exchange(message, decision, what, self.patience_s)
+            wait = ExchangeWait(what, self.function.timeout_s, self.patience_s)
+            sent, received, seconds = self.state.exchange(message, decision, wait)
         except BaseException as error:
             self._leave_exchange(error, of_run=of_run)
             raise

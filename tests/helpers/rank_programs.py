@@ -13,7 +13,7 @@ import torch.distributed as dist
 from kernels_for_tests import Bench, Ms, add, double, is_outside, launch, numbers, out_of_resources
 
 from dist_autotune import is_tuning
-from dist_autotune.ranks.exchange import Exchanges
+from dist_autotune.ranks.exchange import Exchanges, ExchangeWait
 from dist_autotune.ranks.group import GROUPS
 
 TIMEOUT_S = 20.0  # of exchanges that are to succeed, on a machine that is busy with other tests
@@ -139,7 +139,7 @@ def join(reports: Mapping[int, bytes]) -> bytes:
 
 def exchange(report: object, timeout_s: float = TIMEOUT_S, group: object = None) -> list[int]:
     """Return the numbers that the ranks sent, by rank."""
-    order = GROUPS.of(group).exchange(str(report).encode(), join, timeout_s, "a test")
+    order = GROUPS.of(group).exchange(str(report).encode(), join, ExchangeWait("a test", timeout_s))
     return [int(number) for number in order.split()]
 
 

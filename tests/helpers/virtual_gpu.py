@@ -49,7 +49,7 @@ from virtual_streams import Command, Flag, VirtualEvent, VirtualGraph, VirtualSt
 
 from dist_autotune import EventClock, contextual_autotune
 from dist_autotune import options as options_module
-from dist_autotune.ranks.exchange import Decide
+from dist_autotune.ranks.exchange import Decide, ExchangeWait
 from dist_autotune.ranks.group import GROUPS
 from dist_autotune.timing.stream_filler import CYCLES_PER_MS
 from dist_autotune.triton_api.interception import INTERCEPTION
@@ -291,12 +291,10 @@ class TimedAgreement(VirtualAgreement):
 
     group: TimedGroup
 
-    def exchange(
-        self, payload: bytes, decide: Decide, timeout_s: float, what: str, *patience: float
-    ) -> bytes:
+    def exchange(self, payload: bytes, decide: Decide, wait: ExchangeWait) -> bytes:
         gpu, posted_ms = self.gpu, self.group.posted_ms.setdefault(self.sequence, [])
         posted_ms.append(gpu.host_ms)
-        merged = super().exchange(payload, decide, timeout_s, what)
+        merged = super().exchange(payload, decide, wait)
         gpu.host_ms = max(posted_ms) + EXCHANGE_MS + self.group.gpus.lag_ms(self.rank)
         return merged
 

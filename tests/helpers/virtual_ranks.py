@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 from dist_autotune.errors import AgreementTimeout, NoValidConfig, PeerFailed, PeerHasNoConfig
-from dist_autotune.ranks.exchange import Decide
+from dist_autotune.ranks.exchange import Decide, ExchangeWait
 
 HANG_S = 120.0  # of one program: ranks that take turns never wait, so only a defect of this file lasts
 
@@ -51,9 +51,7 @@ class VirtualAgreement:
         self.turn = threading.Semaphore(0)
         self.has_ended = False
 
-    def exchange(
-        self, payload: bytes, decide: Decide, timeout_s: float, what: str, *patience: float
-    ) -> bytes:
+    def exchange(self, payload: bytes, decide: Decide, wait: ExchangeWait) -> bytes:
         sequence, self.sequence = self.sequence, self.sequence + 1
         if sequence == self.leaves_at:
             self.is_gone = True
@@ -64,7 +62,7 @@ class VirtualAgreement:
         end = self.group.take_part(self, sequence, payload, decide)
         if isinstance(end, bytes):
             return end
-        raise end(self.rank, what)
+        raise end(self.rank, wait.what)
 
     def fail(self, error: BaseException) -> None:
         if self.is_gone:

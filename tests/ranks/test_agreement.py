@@ -110,11 +110,12 @@ ENDS_WITHOUT_DESTROYING = """
 import atexit, threading
 atexit.register(lambda: print("left:", [t.name for t in threading.enumerate() if "dist_autotune " in t.name]))
 import torch.distributed as dist
+from dist_autotune.ranks.exchange import ExchangeWait
 from dist_autotune.ranks.group import GROUPS
 from dist_autotune.ranks.watchdog import Watch
 dist.init_process_group("gloo")
 group, watch = GROUPS.of(None), Watch("a call", 20.0, "raise", print)
-assert group.exchange(b"1", lambda reports: b"%d" % len(reports), 20.0, "a test") == b"2"
+assert group.exchange(b"1", lambda reports: b"%d" % len(reports), ExchangeWait("a test", 20.0)) == b"2"
 counted = group.call_count("a session", watch)  # its listener waits for letters
 dist.barrier()
 """

@@ -15,6 +15,7 @@ from kernels_for_tests import block_of, double, only
 from virtual_gpu import VirtualGpu, VirtualGpus, autotuned
 
 from dist_autotune import is_tuning, tunable
+from dist_autotune.ranks.exchange import ExchangeWait
 
 NOISE = 0.02
 CONSUMERS = {"specialized": 0.160, "plain": 0.167, "matmul": 0.234}
@@ -105,9 +106,8 @@ def pushing(gpus: VirtualGpus, peer_is_late_ms: float) -> list[tuple[Any, float]
         tuned()
         assert tuned.settled
         for _ in range(3):
-            gpus.group.agreements[gpu.rank].exchange(
-                b"", lambda reports: b"", 1.0, "a barrier of the program's"
-            )
+            barrier = ExchangeWait("a barrier of the program's", 1.0)
+            gpus.group.agreements[gpu.rank].exchange(b"", lambda reports: b"", barrier)
             step_began = len(commands)
             tuned()
             (command,) = commands[step_began:]
