@@ -33,7 +33,8 @@ def opened(monkeypatch):
 
 
 def what_kernels_write(op):
-    return {name: weakref.ref(getattr(op, f"_{name}")) for name in ("errors", "partial", "counts")}
+    written = {"failures": op._failures.words, "partial": op._held.partial, "counts": op._held.counts}
+    return {name: weakref.ref(tensor) for name, tensor in written.items()}
 
 
 def test_what_a_kernel_may_still_write_is_kept_when_the_operation_is_abandoned(driver, monkeypatch):
