@@ -28,7 +28,7 @@ class AgreementTimeout(TuningError, TimeoutError):
 
 
 class PutAside(AgreementTimeout):
-    """Peers that live make no call of the function: this run counts for no rank, and the call returns."""
+    """Live peers do not call the function: this run counts for no rank, and the call returns."""
 
 
 class PeerFailed(TuningError):
@@ -41,7 +41,7 @@ class PeerFailed(TuningError):
 
 
 class PeerHasNoConfig(PeerFailed, NoValidConfig):
-    """Another rank has no config left that works there, so no config works on every rank."""
+    """No config is left that works on another rank."""
 
 
 class LaunchTimeout(TuningError, TimeoutError):
@@ -57,11 +57,11 @@ class CaptureFailed(TuningError, RuntimeError):
 
 
 class FlowFailed(TuningError):
-    """A function given as `search=` raised, or did what no flow may; perhaps on this rank only."""
+    """A function given as `search=` raised, or broke the contract of a flow; raised on all ranks."""
 
 
 class NotRepeatable(TuningError, TypeError):
-    """mode="replay" was to run a function again that was given what one run uses up: an iterator."""
+    """mode="replay" cannot repeat a call that was given an iterator: its first run uses it up."""
 
 
 class CacheWarning(UserWarning):

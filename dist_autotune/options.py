@@ -110,10 +110,13 @@ class Options:
         self._check_values()
         self._check_objects()
         if self.preserve and self.mode == "online":
-            raise InvalidOption("preserve= belongs to mode='replay': an online run happens only once")
+            raise InvalidOption(
+                "preserve= belongs to mode='replay': an online run happens only once. Leave one of them out."
+            )
         if self.objective == "graph" and self.mode == "online":
             raise InvalidOption(
-                "objective='graph' belongs to mode='replay': a run is captured and replayed to judge it"
+                "objective='graph' belongs to mode='replay': a run is captured and replayed to judge it. Use "
+                "objective='thunk' online."
             )
         found = self._from_environment()
         not_given = {name: getattr(self, name) for name in found if name != "log_dir"}

@@ -217,7 +217,9 @@ def _rank_in(group: Any) -> int:
 def ranks_of(group: Any) -> tuple[int, ...]:
     """Return the global ranks of a process group that this process is a member of; raises InvalidOption."""
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise InvalidOption(f"rank {dist.get_rank()} is no member of the process group that it was given")
+        raise InvalidOption(
+            f"rank {dist.get_rank()} is no member of the process group that it was given: call it on members"
+        )
     if not isinstance(group, dist.ProcessGroup):
         raise InvalidOption(
             f"among={group!r}: give a process group, as torch.distributed.new_group returns it"
@@ -225,7 +227,7 @@ def ranks_of(group: Any) -> tuple[int, ...]:
     try:  # Torch forgets a group that is destroyed. `get_rank` would tell the same in three times the time.
         return tuple(dist.get_process_group_ranks(group))
     except KeyError:
-        raise InvalidOption(f"among={group!r} was destroyed") from None
+        raise InvalidOption(f"among={group!r} was destroyed: give a group that is in use") from None
 
 
 GROUPS = Groups()

@@ -118,7 +118,10 @@ class RunningFlow:
             if self.index not in banned:
                 return None
             ms = math.inf  # banned: answered at once
-        raise FlowFailed(f"search={self._name}: keeps asking for candidates that are banned")
+        raise FlowFailed(
+            f"search={self._name}: keeps asking for candidates that are banned, whose time is inf; ask for "
+            "others, or return the winner"
+        )
 
     def _checked(self, index: Any, verb: str) -> int:
         with contextlib.suppress(TypeError):  # no integer (numpy's are)

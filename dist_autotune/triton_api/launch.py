@@ -82,7 +82,7 @@ class Launch:
         finally:
             tuner.nargs = before
         if not pruned:
-            raise AutotunerError(f"{self}: pruning left no config to try")
+            raise AutotunerError(f"{self}: pruning left no config to try; early_config_prune must keep one")
         passed = self.kwargs.keys() | self._named().keys()
         configs: dict[str, Any] = {}
         identity.tell_apart(pruned)

@@ -173,5 +173,5 @@ def warning_at_end(
         _warn_once(f"clock of {function.name}", text)
         return text
     if not has_failed and not run.launched:
-        return "no launches of autotuned kernels seen"
+        return "no launches of autotuned kernels seen: decorate the function that launches them"
     return f"no longer launched, settled with the samples so far: {', '.join(starved)}" if starved else ""
