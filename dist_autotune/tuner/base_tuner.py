@@ -31,8 +31,6 @@ class BaseTuner:
     Raises InvalidOption for what cannot be tuned so, if it is to be tuned.
     """
 
-    _calls: Calls | None = None
-
     def __init__(self, function: Callable[..., Any] | None, options: Options, name: str) -> None:
         mode = settings.run_mode()
         if mode == "tune":
@@ -40,6 +38,7 @@ class BaseTuner:
         if mode != "off":
             from . import calls  # noqa: F401  0.1 s, which are none of the first step's
         self.options = options
+        self._calls: Calls | None = None  # none of a tuned function that this one wraps
         self._function, self._name = function, name
         self._joined: FunctionScope | None = None  # the function around it that does what this one asks for
         self._has_left = False  # with the mode off: launches outside have what they need

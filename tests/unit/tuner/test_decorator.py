@@ -52,6 +52,8 @@ def test_what_functools_wraps_promises_holds():
     assert (decorated.__name__, decorated.__doc__) == ("documented", "Say what it does.")
     assert inspect.signature(decorated) == inspect.signature(documented)
     assert decorated(1, y=5) == 6
+    assert decorated.report is not None
+    assert contextual_autotune(functools.wraps(decorated)(lambda: None)).report is None
 
 
 class Layer:
