@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from threading import get_ident
-from typing import Any
+from typing import Any, ClassVar
 
 from .interception import INTERCEPTION, SESSION
 
@@ -77,6 +78,8 @@ def one_at_a_time(inside: dict[str, object]) -> Iterator[bool | None]:
 class ProcessTurn:
     """The turn of sessions in this process, for one call that waits for it."""
 
+    _in_vain: ClassVar[Callable[[], Any]] = staticmethod(lambda: None)  # whose run a call has waited for so
+
     def __init__(self) -> None:
         self._run: Any = None  # of another session, under way
         self._since = time.monotonic()
@@ -96,11 +99,17 @@ class ProcessTurn:
         return bool(INTERCEPTION.session_lock.acquire(blocking=False))
 
     def is_overdue(self) -> bool:
-        """Return whether a run of another session has lasted for `WAIT_S`, compiling apart."""
+        """Return whether a run of another session has lasted for `WAIT_S`, compiling apart.
+
+        Runs of a function that a call has waited for so long are not waited for again: there may be many.
+        """
         under_way: Any = INTERCEPTION.calls.get(SESSION)
         if under_way is None or under_way is not self._run or under_way.is_compiling:
             self._run, self._since = under_way, time.monotonic()
-        return time.monotonic() - self._since > WAIT_S
+        waited_s, launcher = time.monotonic() - self._since, getattr(under_way, "launcher", None)
+        if waited_s > WAIT_S:
+            ProcessTurn._in_vain = weakref.ref(launcher)
+        return waited_s > (POLL_S if launcher is ProcessTurn._in_vain() else WAIT_S)
 
     def release(self) -> None:
         """Give the turn back, if this thread has it."""
