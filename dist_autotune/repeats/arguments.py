@@ -18,10 +18,12 @@ _CONTAINERS = (*_CHANGEABLE, tuple)
 class Arguments:
     """The containers among the arguments of a call, with copies of what they hold now.
 
+    thunk: the call; None: it is made once.
+
     Raises NotRepeatable for an iterator among the arguments, which one run would use up.
     """
 
-    def __init__(self, thunk: Callable[[], Any]) -> None:
+    def __init__(self, thunk: Callable[[], Any] | None) -> None:
         self._held: list[tuple[Any, Any]] = []  # a container, and a shallow copy
         if isinstance(thunk, functools.partial):
             refuse_iterators(thunk.func, thunk.args, thunk.keywords)
@@ -38,6 +40,15 @@ class Arguments:
             if _parts(live) != _parts(saved):
                 live.clear()
                 (live.extend if isinstance(live, (list, deque)) else live.update)(saved)
+
+
+def is_repeatable(thunk: Callable[[], Any]) -> bool:
+    """Return whether a further run of a call would find its arguments."""
+    try:
+        Arguments(thunk)
+    except NotRepeatable:
+        return False
+    return True
 
 
 def refuse_iterators(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

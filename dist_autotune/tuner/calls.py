@@ -97,6 +97,7 @@ class Calls:
         if self._options.mode == "online":
             with self._unsettled_step(mode, asks_nobody, takes_up=state is not None):
                 return thunk()
+        arguments = Arguments(thunk if mode == "tune" else None)  # refused before peers wait for this rank
         try:
             with self._turn(asks_nobody=asks_nobody, is_agreed=state is not None) as is_own:
                 if not is_own:
@@ -104,7 +105,7 @@ class Calls:
                 self._wants_session |= state is not None  # all ranks open one in this call, to tune anew
                 state = self._current_state(mode)
                 if not (asks_nobody or self.settled):
-                    return self._replay(state, thunk, Arguments(thunk))
+                    return self._replay(state, thunk, arguments)
         except PutAside:  # before any run: peers have not come to go on with the session
             return self._settled_call(self._current_state(mode), thunk, asks_nobody=True)
         # By another thread's session: this is a settled call like any other, which ranks count.
@@ -175,14 +176,15 @@ class Calls:
         finally:
             if thread in calls:  # not in a child that was forked in the call
                 del calls[thread]  # no call of a function, before which a Ctrl-C might come
-        has_news = call.new is not None or not state.function.is_alone  # most calls have none
-        if not (has_news and self._end_settled(state, call, asks_nobody)):
+        if call.new is None and state.function.is_alone:  # as in most calls
+            return result
+        self._settled.drop_unrepeatable(call, thunk)
+        if not self._end_settled(state, call, asks_nobody):
             return result
         self._wants_session = True
         if self._options.mode == "online":
             return result
-        # The state before this run was not copied. Where it changes, or hooks of the caller have seen what
-        # autograd saves, the call returns this run's result.
+        # What this run has changed, or shown to the caller's autograd hooks, is not undone: its result stays.
         is_kept = bool(self._options.preserve) or call.changes_tensors or saved_tensor_hooks() is not None
         with self._turn(is_agreed=True) as is_own:
             is_tuned = not state.function.is_alone or all(each.tuned is not None for each in call.new or ())

@@ -18,6 +18,7 @@ from ..launch.rank_context import RankContext
 from ..options import Options
 from ..ranks.questions import Answer, CallCount
 from ..ranks.watchdog import Watch
+from ..repeats.arguments import is_repeatable
 from . import diagnosis
 from .function_state import FunctionState
 
@@ -60,6 +61,12 @@ class SettledCalls:
             if context.name not in self._untuned and context.tuned is None:
                 self._note(f"{context.title} is new to {self._name} and keeps its config: {reason}")
             self._untuned[context.name] = context, reason
+
+    def drop_unrepeatable(self, call: CallUnderWay, thunk: Callable[[], Any]) -> None:
+        """Leave new keys of a call untuned where a further run would not find its arguments."""
+        if call.new is not None and self._options.mode == "replay" and not is_repeatable(thunk):
+            self.leave_untuned(call.new, "the call was given an iterator, which its run has used")
+            call.new = None
 
     def begin_session(self) -> None:
         """Ask anew: a session is opened."""

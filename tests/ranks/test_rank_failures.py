@@ -22,6 +22,7 @@ from rank_programs import (
 )
 
 from dist_autotune import PeerFailed, TuningError
+from dist_autotune.errors import NotRepeatable
 from dist_autotune.logs.records import SessionClosed, SessionOpened
 from ranks import assert_all_ok, run_ranks
 
@@ -189,3 +190,17 @@ def test_an_exception_of_ours_outside_the_thunk_is_told_too(what, monkeypatch):
     assert one == "MemoryError: no room"
     assert zero == "PeerFailed: rank 1 failed, so this call ends on rank 0 too: MemoryError: no room"
     assert first == second
+
+
+def test_a_rank_whose_arguments_are_refused_opens_the_session_with_its_next_call():
+    def program(rank):
+        bench = Bench()
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+        step = tune(bench, lambda batches: launch(kernel, numbers()))
+        if rank == 1:
+            with pytest.raises(NotRepeatable):
+                step([iter([1])])
+        step([1])
+        return blocks_of(step)
+
+    assert assert_all_ok(run_ranks(program, 2)) == [{"add64": 32}] * 2

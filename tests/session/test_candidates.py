@@ -1,6 +1,7 @@
 """Which configs of a kernel are tried: those that pruning leaves, once; none where a launch compiles only."""
 
 import concurrent.futures
+from typing import Any
 
 import pytest
 import torch
@@ -10,23 +11,23 @@ from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.errors import AutotunerError
 
 
-@pytest.mark.parametrize("configs", [None, [triton.Config({"BLOCK": 16})]], ids=["of its own", "no list"])
-def test_a_kernel_with_one_config_passes_straight_through(bench, configs):
-    kernel = bench.kernel({16: 1.0}, configs=configs)
+def pruned_by(left: slice) -> dict[str, Any]:
+    return {"prune_configs_by": {"early_config_prune": lambda configs, args, **kw: configs[left]}}
+
+
+ONE = {
+    "of its own": {},
+    "given": {"configs": [triton.Config({"BLOCK": 16})]},
+    "pruned to one": {"configs": [triton.Config({"BLOCK": b}) for b in (8, 16)], **pruned_by(slice(1, None))},
+}
+
+
+@pytest.mark.parametrize("options", ONE.values(), ids=ONE)
+def test_a_kernel_with_one_config_passes_straight_through(bench, options):
+    kernel = bench.kernel({16: 1.0}, **options)
     tuned = bench.tune(lambda: launch(kernel, numbers()))
     assert torch.equal(tuned(), numbers() + 1)
     assert bench.blocks() == [16]
-    assert bench.clock.marks == 0
-    assert tuned.report.contexts == ()
-
-
-def test_a_kernel_pruned_to_one_config_needs_no_trial(bench):
-    kernel = bench.kernel(
-        {16: 1.0, 32: 2.0}, prune_configs_by={"early_config_prune": lambda configs, args, **kw: configs[1:]}
-    )
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    tuned()
-    assert bench.blocks() == [32]
     assert tuned.report.contexts == ()
 
 
@@ -45,9 +46,7 @@ def test_pruning_sees_the_arguments_of_the_launch(bench):
 
 
 def test_pruned_to_none_is_tritons_error_naming_kernel_and_key(bench):
-    kernel = bench.kernel(
-        {16: 1.0, 32: 2.0}, prune_configs_by={"early_config_prune": lambda configs, args, **kw: []}
-    )
+    kernel = bench.kernel({16: 1.0, 32: 2.0}, **pruned_by(slice(0)))
     with pytest.raises(AutotunerError, match=r"add\[64, torch\.float32, torch\.float32\]"):
         bench.tune(lambda: launch(kernel, numbers()))()
 

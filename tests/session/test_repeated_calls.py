@@ -50,6 +50,18 @@ def test_a_settled_call_does_not_take_an_iterator_that_a_new_key_would_need_agai
     tuned(ones_of(64))
     with pytest.raises(NotRepeatable, match="list_iterator"):
         tuned(iter(ones_of(128)))
+    nested = bench.tune(lambda held: [launch(kernel, x) for x in held["batches"]])
+    nested({"batches": ones_of(64)})
+    assert len(nested({"batches": iter(ones_of(128))})) == 2  # it is seen when the run has used it up
+    ((_, (n, *_), reason),) = nested.untuned
+    assert (n, "iterator" in reason) == (128, True)
+
+
+def test_what_nothing_is_tried_in_takes_iterators(bench, monkeypatch):
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
+    kernel = bench.kernel(MS)
+    tuned = bench.tune(lambda batches: [launch(kernel, x) for x in batches])
+    assert [len(tuned(iter(ones_of(64)))) for _ in range(2)] == [2, 2]
 
 
 CONTAINERS = {

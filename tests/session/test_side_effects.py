@@ -13,13 +13,6 @@ from process_defaults import odd_defaults
 # ---- hooks of stock benchmarking
 
 
-def test_reset_to_zero_does_not_wipe_a_buffer_that_is_being_filled(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0}, accumulate, reset_to_zero=["y_ptr"])
-    gradient = torch.ones(64)
-    bench.tune(lambda: launch(kernel, numbers(), gradient))()
-    assert torch.equal(gradient, 1 + numbers())
-
-
 def test_restore_value_does_not_hide_an_update_from_the_rest_of_the_run(bench):
     kernel = bench.kernel({16: 3.0, 32: 1.0}, restore_value=["y_ptr"])
     seen = []
@@ -33,15 +26,13 @@ def test_restore_value_does_not_hide_an_update_from_the_rest_of_the_run(bench):
     assert seen == [True] * 3
 
 
-def test_hooks_given_to_triton_autotune_are_not_called(bench):
-    called = []
-    kernel = bench.kernel(
-        {16: 3.0, 32: 1.0},
-        pre_hook=lambda *args, **kwargs: called.append("pre"),
-        post_hook=lambda *args, **kwargs: called.append("post"),
-    )
-    bench.tune(lambda: launch(kernel, numbers()))()
+def test_hooks_given_to_triton_autotune_are_not_called_and_reset_to_zero_wipes_nothing(bench):
+    called, gradient = [], torch.ones(64)
+    hooks = dict.fromkeys(("pre_hook", "post_hook"), lambda *args, **kwargs: called.append(None))
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, accumulate, reset_to_zero=["y_ptr"], **hooks)
+    bench.tune(lambda: launch(kernel, numbers(), gradient))()
     assert called == []
+    assert torch.equal(gradient, 1 + numbers())
 
 
 def test_a_session_makes_no_tensor_of_the_default_type_or_device(bench):
