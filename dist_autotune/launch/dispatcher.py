@@ -50,7 +50,7 @@ class Dispatcher:
         self.passes_single = self.function.is_alone
         self._model = CallUnderWay(self, tunes=False)  # settled calls are copies of it
         self._model_apart: CallUnderWay | None = None  # runs apart, which have one plan, are copies of it
-        # What runs of a session launch at once: settled keys, which are not reported; all of a run apart.
+        # What runs of a session launch at once: keys of which they report nothing; all keys of runs apart.
         self._fixed: Settled = {}
         self._fixed_apart: Settled = {}
         # By context and form, a launch to compile candidates for; dropped at the end of the run.
@@ -132,6 +132,8 @@ class Dispatcher:
         order, is_apart = context.order, not call.tunes and self._model_apart is not None
         if order is None or order.planned != order.incumbent:
             return False
+        if order.next_launch.waiting:  # for the time of an earlier run
+            return is_apart or not context.is_to_preflight
         return is_apart or (context.stage is Stage.SETTLED and order.result.is_final)
 
     def _is_settled(self, call: CallUnderWay, context: RankContext) -> bool:

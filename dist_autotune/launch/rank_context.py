@@ -98,7 +98,7 @@ class RankContext:
     shares: dict[str, int] = field(default_factory=dict)  # candidate -> thousandths of the SMs that it holds
     fills: Fills = field(default_factory=dict)  # config's text -> the part of the SMs' time it fills
     compile: CompileState = field(default_factory=CompileState)
-    launches_per_run: int = 0  # in the last run that launched it before it was settled
+    launches_per_run: int = 0  # in the last run that counted them
     launched_in_backward: dict[bool, None] = field(default_factory=dict)  # both: recomputed there, it may be
     is_published: bool = False  # its result stands where launches outside the function find it
 
@@ -115,6 +115,11 @@ class RankContext:
     @property
     def texts(self) -> Mapping[str, str]:
         return self.identity.texts
+
+    @property
+    def counts_launches(self) -> bool:
+        """Return whether all launches of this run are counted: no further one is made at once."""
+        return self.stage is not Stage.SETTLED and not (self.order and self.order.next_launch.waiting)
 
     @property
     def tuned(self) -> str | None:

@@ -258,7 +258,7 @@ class Registry:
         reports = {}
         for place, context in enumerate(self.active()):
             run = context.run
-            if run.count and context.stage is not Stage.SETTLED:
+            if run.count and context.counts_launches:
                 context.launches_per_run = run.count
             part = context.report_run(waits=waits)
             bans = context.unreported_bans

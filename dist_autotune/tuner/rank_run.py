@@ -227,7 +227,7 @@ class RankRun:
             context = orders.contexts[rank_context.name]
             outcome = order.outcomes[rank_context.name]
             is_news = self._waits or not context.settled or outcome.kind != "incumbent"
-            if is_news and (rank_context.run.count or rank_context.samples.is_read):
+            if is_news and rank_context.samples.is_read:
                 self._log.record_trial(run, context, rank_context, outcome, whole)
             if outcome.kind == "sample":
                 by_launch = outcome.judge == BY_LAUNCH and rank_context.samples.sample is not None

@@ -107,6 +107,7 @@ class Recorder:
         samples = rank_context.samples if by_launch else whole
         assert report is not None
         index = context.digests.index(report.ran) if report.ran in context.digests else None
+        is_online = self._function.options.mode == "online"  # the time may be of an earlier run
         several = {"config_id": -1, "config": "several configs in one run"}
         self.write(
             Trial(
@@ -115,7 +116,7 @@ class Recorder:
                 kind=outcome.kind,
                 k=outcome.k,
                 n=outcome.n,
-                launches=rank_context.run.count,
+                launches=rank_context.launches_per_run if is_online else rank_context.run.count,
                 gap_ms=samples.sample.gap_ms if by_launch and samples.sample is not None else 0.0,
                 judge="launch" if by_launch else "run",
             )
