@@ -52,11 +52,15 @@ def one_line(text: str) -> str:
     return _CONTROL.sub(lambda found: repr(found[0])[1:-1], line)
 
 
+def escaped(text: str) -> str:
+    """Return `text` without lone surrogates, as of a path that is no UTF-8: they travel nowhere."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def described(error: BaseException) -> str:
     """Return `Type: message`; of a user's exception that cannot say its message, the type."""
     try:
-        text = f"{type(error).__name__}: {error}".rstrip(": ")
-        return text.encode("utf-8", "backslashreplace").decode()  # lone surrogates travel nowhere
+        return escaped(f"{type(error).__name__}: {error}".rstrip(": "))
     except Exception as other:
         return f"{type(error).__name__} (str() failed: {type(other).__name__})"
 

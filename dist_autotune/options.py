@@ -315,7 +315,7 @@ def _is_process_group(group: Any) -> bool:
     module = sys.modules.get("torch.distributed")
     if module is None or not module.is_available():
         return False
-    return isinstance(group, module.ProcessGroup) or group == module.GroupMember.NON_GROUP_MEMBER
+    return isinstance(group, module.ProcessGroup) or group is module.GroupMember.NON_GROUP_MEMBER
 
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -12,6 +12,8 @@ import torch
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from ..formatting import escaped
+
 _COMPILER_FAILURE = re.compile(
     r"PassManager::run failed|failed to translate module|LLVM ERROR|ptxas|out of resource", re.I
 )
@@ -36,7 +38,7 @@ def config_failure(error: BaseException, grid: Any = None, hook: Any = None) -> 
     if any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__)):
         return None
     lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
+    return escaped(f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": "))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .. import settings
+from ..formatting import escaped
 from ..options import Options
 from ..tuner.report import TUNERS, Findings
 from .boundaries import Boundary
@@ -37,7 +38,7 @@ class TunedProgram:
 
     @property
     def _name(self) -> str:
-        return self._options.name or self._program.name
+        return escaped(self._options.name or self._program.name)
 
     @property
     def rank(self) -> int:

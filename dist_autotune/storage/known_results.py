@@ -16,7 +16,7 @@ from triton.runtime.autotuner import Autotuner
 
 from ..codec import digest, to_json
 from ..errors import NotTuned
-from ..formatting import config_label, context_label
+from ..formatting import config_label, context_label, escaped
 from ..ranks.group import RankGroup
 from ..search.expectation.fields import LaunchMs, TimesByKey
 from ..search.expectation.keys import by_distance, named
@@ -76,7 +76,9 @@ class KnownResults:
         self.function, self.disk, self.orders = function, disk, orders
         self.ignores_known = False  # retune(): what memory and disk hold does not count
         self.looks_on_disk = False
-        self.store = f"{socket.gethostname()}:{disk.directory}"  # what one rank of a host writes for all
+        self.store = escaped(
+            f"{socket.gethostname()}:{disk.directory}"
+        )  # what one rank of a host writes for all
         self.stores = True  # this rank does
         self._offers: Offers = {}  # disk entries that all ranks use
         self._of_kernels: dict[str, tuple[list[Entry], Offers]] = {}  # all entries on disk, by kernel

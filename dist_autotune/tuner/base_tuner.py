@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from .. import settings
 from ..errors import InvalidOption, TuningError
+from ..formatting import escaped
 from ..options import Options
 from ..triton_api.interception import INTERCEPTION, has_driver, is_interpreted
 from .report import TUNERS, Tuners, TuningReport
@@ -39,7 +40,7 @@ class BaseTuner:
             from . import calls  # noqa: F401  0.1 s, which are none of the first step's
         self.options = options
         self._calls: Calls | None = None  # none of a tuned function that this one wraps
-        self._function, self._name = function, name
+        self._function, self._name = function, escaped(name)
         self._joined: FunctionScope | None = None  # the function around it that does what this one asks for
         self._has_left = False  # with the mode off: launches outside have what they need
 

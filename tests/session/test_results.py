@@ -8,6 +8,7 @@ import triton
 from kernels_for_tests import KEY, Probe, block_of, double, grid_of, launch, no_bench, numbers, only
 from triton import knobs
 from triton.runtime.autotuner import Autotuner
+from triton.runtime.errors import PTXASError
 
 from dist_autotune import CacheWarning
 from dist_autotune.logs.records import ContextSettled, Trial
@@ -175,6 +176,17 @@ def scaled(x_ptr, y_ptr, n, GROUP: triton.language.constexpr, BLOCK: triton.lang
 class Scaled(Probe):
     def run(self, *args, GROUP, **kwargs):
         return Probe(double, "double", self.ms, self.launches).run(*args, **kwargs)
+
+
+def test_names_and_directories_that_are_no_utf_8_are_told_with_escapes(bench, tmp_path):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    kernel.fn.failures[64] = lambda: PTXASError("in /tmp/caf\udce9")
+    places = {"name": "caf\udce9.py", "cache": tmp_path / "caf\udce9", "log_dir": tmp_path / "caf\udce9 too"}
+    for _ in range(2):
+        tuned = bench.tune(lambda: launch(kernel, numbers()), **places)
+        tuned()
+    assert (tuned.report.function, only(tuned.report).status) == ("caf\\udce9.py", "cached")
+    assert load_history(places["log_dir"]).sessions
 
 
 def test_an_entry_holds_for_its_constexpr_arguments_only(bench):

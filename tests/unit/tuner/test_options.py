@@ -46,7 +46,7 @@ def thunk() -> str:
         ({"progress": "yes"}, "progress='yes'"),
         ({"watch": 1}, "watch=1"),
         ({"group": 7}, "group=7: expected a process group, a DeviceMesh, or None"),
-        ({"group": [0, 1]}, r"group=\[0, 1\]: expected a process group"),
+        ({"group": torch.ones(2)}, r"group=tensor\(\[1., 1.\]\): expected a process group"),
     ],
     ids=lambda value: str(value).partition(" at 0x")[0][:40] if isinstance(value, dict) else "",
 )
