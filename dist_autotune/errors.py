@@ -32,7 +32,7 @@ class PutAside(AgreementTimeout):
 
 
 class PeerFailed(TuningError):
-    """Another rank raised inside the tuned function; `rank` and `error` say which and what."""
+    """Another rank raised, in the tuned function or as it opens an operation: see `rank` and `error`."""
 
     def __init__(self, message: str, rank: int = -1, error: str = "") -> None:
         super().__init__(message)

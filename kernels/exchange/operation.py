@@ -23,6 +23,7 @@ from ..configs import INTERPRETED
 from ..signals import TICK_S, Failure, as_patience
 from ..symm import open_symmetric_memory
 from ..symm.base import Shared
+from ..symm.ranks import opening_together
 from ..tensors import check_timeout
 from .calls import UnderWay, leave, wait_for_device, watch
 from .flags import NOT_COME
@@ -60,14 +61,18 @@ class Operation(Shared):
     Kernels wait up to `timeout_s` for a peer: by the clock on NVIDIA GPUs, elsewhere for a number of polls
     that takes about as long.
 
-    Opening and closing are collective. A subclass allocates in `_allocate`. Attributes set there and later
-    are deleted on closing, so a closed operation holds no memory.
+    Opening and closing are collective: see `opening_together`. A subclass allocates in `_allocate`. What it
+    sets there and later is deleted on closing, so a closed operation holds no memory.
     """
 
     _failure_kinds: ClassVar[FailureKinds]
     _further_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # beside float16 and bfloat16
     _travels: ClassVar[str] = "copy engines move rows beside the kernels"  # for reports, on GPUs
     _is_closed = True  # until opening has succeeded
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.__init__ = opening_together(cls, cls.__init__)  # type: ignore[method-assign]
 
     def __init__(
         self, dtype: torch.dtype, group: dist.ProcessGroup | None, backend: str, timeout_s: float

@@ -10,15 +10,24 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
+import inspect
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from dist_autotune import PeerFailed
+
 MESSAGE_BYTES = 2048  # that all ranks send at first: a collective over tensors of one size
 CLOSES = "closing the memory "  # the step of a close, with the memory's name
+REFUSES = "raised "  # the step of a rank that opens nothing, with its error
+TOLD = 300  # characters of that error: as JSON they take a message at most
+TELLING_S = 2.0  # that such a rank waits for its peers to know
+POLL_S = 1e-3
 
 _abandoned: set[str] = set()  # the closes of memory that this process has left
 
@@ -99,14 +108,39 @@ class SharingRanks:
         """Return what all ranks' texts say; behind a round of lengths where one is too long for the first."""
         is_long = len(text) > MESSAGE_BYTES
         found = self._gather_texts(json.dumps(len(text)).encode() if is_long else text, MESSAGE_BYTES)
+        for rank, each in enumerate(found):  # they send no second text
+            if isinstance(each, list) and each[0].startswith(REFUSES):
+                error = each[0].removeprefix(REFUSES)
+                raise PeerFailed(
+                    f"{self}: rank {rank} opens nothing with its peers, as it raised {error}. Mend that, and "
+                    "open the operation again on all ranks",
+                    rank,
+                    error,
+                )
         longest = max((each for each in found if isinstance(each, int)), default=0)
         return self._gather_texts(text, longest) if longest else found
 
-    def _gather_texts(self, text: bytes, size: int) -> list[Any]:
+    def refuse(self, error: Exception) -> None:
+        """Raise PeerFailed on the peers in the step that they are at or come to; 2 s long at most.
+
+        Not by NCCL, which may wait for the peers without a bound.
+        """
+        if self.world_size == 1 or self._channel().type != "cpu":
+            return
+        step = REFUSES + f"{type(error).__name__}: {error}"[:TOLD]
+        work, _ = self._begin_gather(json.dumps([step, None]).encode(), MESSAGE_BYTES)
+        deadline = time.monotonic() + min(TELLING_S, self.timeout_s)
+        while not work.is_completed() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+
+    def _begin_gather(self, text: bytes, size: int) -> tuple[Any, list[torch.Tensor]]:
         mine = torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8).to(self._channel())
         theirs = [torch.empty_like(mine) for _ in range(self.world_size)]
+        return dist.all_gather(theirs, mine, group=self.group, async_op=True), theirs
+
+    def _gather_texts(self, text: bytes, size: int) -> list[Any]:
         try:
-            work = dist.all_gather(theirs, mine, group=self.group, async_op=True)
+            work, theirs = self._begin_gather(text, size)
             work.wait(datetime.timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
             message = f"{self} got no answer from all its peers within {self.timeout_s:g} s: {error}"
@@ -136,3 +170,26 @@ class SharingRanks:
     def _channel(self) -> torch.device:
         on_cpu = "cpu:" in dist.get_backend_config(self.group)
         return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+
+
+def opening_together(kind: type, construct: Callable[..., None]) -> Callable[..., None]:
+    """Return the constructor of a class that all ranks open: what one rank raises, the others hear of.
+
+    They raise PeerFailed with the rank and its error, if their group has a backend for the CPU.
+    """
+    signature = inspect.signature(construct)
+
+    @functools.wraps(construct)
+    def opened(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            construct(self, *args, **kwargs)
+        except (SymmetricMemoryError, PeerFailed):  # on all ranks
+            raise
+        except Exception as error:
+            if type(self) is kind:  # else the constructor of its class tells it
+                with contextlib.suppress(Exception):  # arguments that do not fit, a group of others
+                    group = signature.bind(self, *args, **kwargs).arguments.get("group")
+                    SharingRanks(group).refuse(error)
+            raise
+
+    return opened

@@ -5,6 +5,8 @@ Cases marked `gpu` repeat on GPUs.
 
 import contextlib
 import functools
+import itertools
+import re
 import time
 import types
 
@@ -47,6 +49,15 @@ def test_operations_opened_differently_raise_on_every_rank(rank):
         message = message_of(lambda way=ways[rank]: REDUCING[way].open(4, 4, timeout_s=20.0))
         assert message.startswith("ValueError: the ranks pass different values of way: ")
         assert f"rank 0: '{ways[0]}'; rank 1: '{ways[1]}'" in message
+
+
+@on_ranks(2)
+def test_what_one_rank_raises_as_it_opens_ends_the_wait_of_its_peer(rank):
+    told = "ValueError: " if rank else "PeerFailed: rank 0 of 2: rank 1 opens nothing .* ValueError: "
+    for runs, wrong in itertools.product(EVERY.values(), ({"size": 0}, {"dtype": torch.int8})):
+        named = {"size": 16, "timeout_s": 60.0} | (wrong if rank else {})
+        assert re.match(told, message_of(lambda runs=runs, named=named: runs.open(4, **named)))
+        runs.open(4, 16).close()
 
 
 ROWS_OF_REDUCE = "rank {peer} has {rows} rows, not as many as this rank. Every rank must pass as many rows."
