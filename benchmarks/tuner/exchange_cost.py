@@ -14,6 +14,7 @@ says more than the median.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
@@ -120,8 +121,8 @@ class Runs:
         self._digests = [f"{n:016x}" for n in range(CANDIDATES)]
         about = {"the tuned function": "step", **dict.fromkeys(("settled", "clock", "device", "retune"), "-")}
         opening = Opening({SESSION_STATE: "", "cache": "", **about}).encode()
-        self.orders.apply(read_order(self.search.open({0: opening})))
-        self.apply(self.search.step({0: self.report(is_first=True)}))
+        self.orders.apply(read_order(self.search.decide(Opening, {0: opening})))
+        self.apply(self.search.decide(RunReport, {0: self.report(is_first=True)}))
 
     def report(self, *, is_first: bool = False) -> bytes:
         order = tuple((each, f"BLOCK: {n}, num_warps: 4") for n, each in enumerate(self._digests))
@@ -143,7 +144,7 @@ def deciding_ms(ranks: int, contexts: int, calls: int) -> Cost:
     for _ in range(calls):
         reports = dict.fromkeys(range(ranks), runs.report())
         began = time.perf_counter()
-        order = runs.search.step(reports)
+        order = runs.search.decide(RunReport, reports)
         times.append((time.perf_counter() - began) * 1e3)
         runs.apply(order)
     return median_and_quiet(times)
@@ -161,7 +162,8 @@ def exchange_ms(rank: int, calls: int) -> dict[str, Cost]:
 
         def exchange() -> None:
             report = runs.report()
-            runs.apply(agreement.exchange(report, runs.search.step, ExchangeWait("a timing", TIMEOUT_S)))
+            decide = functools.partial(runs.search.decide, RunReport)
+            runs.apply(agreement.exchange(report, decide, ExchangeWait("a timing", TIMEOUT_S)))
 
         return exchange
 

@@ -182,5 +182,11 @@ class InPlaceReport(Message, frozen=True, tag="in_place"):
     found: str = ""  # "": nothing
 
 
-AnyMessage: TypeAlias = Opening | RunReport | InPlaceReport
+class Captured(Message, frozen=True, tag="captured"):
+    """Once this rank can replay a run."""
+
+    sent_at: ClassVar[str] = "the capture of a run"
+
+
+AnyMessage: TypeAlias = Opening | RunReport | InPlaceReport | Captured
 decode: Final = msgpack.Decoder(AnyMessage).decode

@@ -6,14 +6,13 @@ No other rank has one. What it raises as a TuningError becomes an order, too: al
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Mapping
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping
 
 from msgspec.structs import replace
 
 from ..errors import TuningError
 from .context import Context
-from .messages import InPlaceReport, Opening, RunReport
+from .messages import InPlaceReport, Message, Opening, RunReport
 from .orders import (
     ContextChanges,
     ContextOrder,
@@ -57,31 +56,29 @@ class Search:
         self.last_run: AgreedRun | None = None  # what all ranks said of it
         self._sources = Sources()
 
-    def open(self, reports: Reports) -> bytes:
-        """Return the order that opens a session, or lets one go on behind a failed run."""
-        return self._order(lambda: self._open(read_reports(reports, Opening, may_differ=MAY_DIFFER)))
+    def decide(self, kind: type[Message], reports: Reports) -> bytes:
+        """Return the order that follows from the reports of all ranks, which are messages of one kind.
 
-    def meet(self, reports: Reports) -> bytes:
-        """Return an order without a plan: all ranks have come."""
+        A TuningError becomes an order by which all ranks raise it.
+        """
+        try:
+            order = self._decide(kind, reports)
+        except TuningError as error:
+            state = self.state
+            dropped = tuple(name for name, each in state.contexts.items() if not state.results.stays(each))
+            order = Order(failure=(type(error).__name__, str(error)), dropped=dropped)
+        return order.encode()
 
-        def meet() -> Order:
-            read_reports(reports, Opening)
-            return Order()
-
-        return self._order(meet)
-
-    def compare(self, reports: Reports) -> bytes:
-        """Return an order that says what the lowest rank that has found something has found in place."""
-
-        def compare() -> Order:
-            read = read_reports(reports, InPlaceReport)
-            return Order(found=next((report.found for report in read.values() if report.found), ""))
-
-        return self._order(compare)
-
-    def step(self, reports: Reports) -> bytes:
-        """Return the order that follows from a run."""
-        return self._order(lambda: self._step(read_reports(reports, RunReport, sources=self._sources)))
+    def _decide(self, kind: type[Message], reports: Reports) -> Order:
+        if kind is Opening:
+            return self._open(read_reports(reports, Opening, may_differ=MAY_DIFFER))
+        if kind is RunReport:
+            return self._step(read_reports(reports, RunReport, sources=self._sources))
+        if kind is InPlaceReport:  # the lowest rank that has found something is right
+            found = [each.found for each in read_reports(reports, InPlaceReport).values()]
+            return Order(found=next(filter(None, found), ""))
+        read_reports(reports, kind)  # all ranks have come
+        return Order()
 
     def drop(self) -> None:
         """Drop searches under way, as all ranks do with their records."""
@@ -91,16 +88,6 @@ class Search:
     def point(self) -> str:
         """Return where the session stands; behind a failed exchange it may be ahead of the ranks."""
         return f"{self.orders.session} {self.state.runs}"
-
-    def _order(self, decide: Callable[[], Order]) -> bytes:
-        """Return the order that `decide` makes; where it raises a TuningError, one by which all ranks do."""
-        try:
-            order = decide()
-        except TuningError as error:
-            state = self.state
-            dropped = tuple(name for name, each in state.contexts.items() if not state.results.stays(each))
-            order = Order(failure=(type(error).__name__, str(error)), dropped=dropped)
-        return order.encode()
 
     # -- a session -----------------------------------------------------------------------------------------
 
@@ -227,6 +214,3 @@ class Search:
         before = ContextOrder(context.name, context.about) if known is None else known
         changes = before.changes_to(context, next_launch, result)
         return replace(changes, about=context.about) if known is None else changes
-
-
-Decision: TypeAlias = Callable[[Search], Callable[[Reports], bytes]]  # of an exchange

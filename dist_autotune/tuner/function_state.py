@@ -31,7 +31,7 @@ from ..search.messages import Facts, Message, Opening
 from ..search.orders import ContextOrder, Order, Orders
 from ..search.reports import Reports
 from ..search.rules import Rules
-from ..search.search import SESSION_STATE, Decision, Search
+from ..search.search import SESSION_STATE, Search
 from ..storage.crash_guard import CrashGuard
 from ..storage.known_results import KnownResults
 from ..storage.scope import FunctionScope
@@ -152,18 +152,13 @@ class FunctionState:
         self._call_count = function.group.call_count(session, self._watch(self))
         return self._call_count
 
-    def exchange(
-        self, message: Message, decision: Decision, wait: ExchangeWait
-    ) -> tuple[bytes, bytes, float]:
-        """Exchange a message for the order, by a decision of the deciding rank's search.
-
-        Returns what was sent, what was received, and the seconds.
-        """
+    def exchange(self, message: Message, wait: ExchangeWait) -> tuple[bytes, bytes, float]:
+        """Exchange a message for the order; return what was sent, what was received, and the seconds."""
         sent, began = message.encode(), time.perf_counter()
 
         def decide(reports: Reports) -> bytes:
             assert self.search is not None
-            return decision(self.search)(reports)
+            return self.search.decide(type(message), reports)
 
         received = self.function.group.exchange(sent, decide, wait)
         seconds = time.perf_counter() - began

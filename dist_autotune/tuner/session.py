@@ -20,7 +20,7 @@ from ..ranks.watchdog import Watch
 from ..repeats.repeated_call import RepeatedCall
 from ..repeats.replay import Replay
 from ..repeats.snapshot import Snapshot
-from ..search.messages import InPlaceReport, Opening
+from ..search.messages import Captured, InPlaceReport
 from ..search.orders import Order
 from ..timing.device_errors import as_launch_failed
 from ..timing.time_spent import TimeSpent
@@ -86,7 +86,7 @@ class Session(SessionExchanges):
             with as_launch_failed(if_reported=True):
                 report = replace(run.report(self.elapsed_s), retunes=self.asks_to_retune)
             with self._dropping_searches():
-                order = self._exchange(report, lambda search: search.step, watch.what, of_run=True)
+                order = self._exchange(report, watch.what, of_run=True)
             with self._recorder.together():
                 self._apply(order)
             run.end_exchange()
@@ -151,7 +151,7 @@ class Session(SessionExchanges):
             return found
         report = InPlaceReport(self.function.facts({}), found)
         with self._dropping_searches():
-            return self._exchange(report, lambda search: search.compare, InPlaceReport.sent_at).found
+            return self._exchange(report).found
 
     def note(self, text: str) -> None:
         self._recorder.write(Note(text=text))
@@ -209,7 +209,7 @@ class Session(SessionExchanges):
         state = self.state
         while True:
             report = state.opening_with_results()
-            order = self._exchange(report, lambda search: search.open, Opening.sent_at)
+            order = self._exchange(report)
             assert order.opening is not None
             if not order.opening.drops:
                 return order
@@ -260,10 +260,9 @@ class Session(SessionExchanges):
         with self._under_way(launches, watch):
             self._run.capture(function)
         # [Note: ranks leave together] A rank without a graph replays nothing: kernels of peers would wait.
-        opening = Opening(self.function.facts({}))
+        report = Captured(self.function.facts({}))
         with self._dropping_searches():
-            what = f"the capture of {watch.what}"
-            self._exchange(opening, lambda search: search.meet, what, of_run=True)
+            self._exchange(report, f"the capture of {watch.what}", of_run=True)
         with self._under_way(launches, watch):
             self._run.replay()
 

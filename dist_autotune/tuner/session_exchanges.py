@@ -18,9 +18,8 @@ from ..formatting import described
 from ..launch.rank_context import RankContext
 from ..logs.records import Note
 from ..ranks.exchange import ExchangeWait
-from ..search.messages import Message, Opening, RunReport
+from ..search.messages import Message, RunReport
 from ..search.orders import Order, read_order
-from ..search.search import Decision
 from .diagnosis import Diagnosis
 from .function_state import FunctionState
 from .rank_run import RankRun
@@ -90,21 +89,14 @@ class SessionExchanges(abc.ABC):
         """Return whether this rank may end the session before a call: no peer goes on with it meanwhile."""
         return self.function.is_alone or self._stage is not SessionStage.BETWEEN_RUNS
 
-    def _exchange(
-        self,
-        message: Message,
-        decision: Decision,
-        what: str,
-        *,
-        of_run: bool = False,
-    ) -> Order:
-        """Send this rank's report, return the order; raises what all ranks raise by order.
+    def _exchange(self, message: Message, what: str = "", *, of_run: bool = False) -> Order:
+        """Send this rank's report, return the order; raise what the order says that all ranks raise.
 
-        decision: of the deciding rank's search. of_run: where a peer's run has failed, the next call goes on.
+        what: the ranks agree on, for errors. of_run: if a peer's run has failed, the next call goes on.
         """
         try:
-            wait = ExchangeWait(what, self.function.timeout_s, self.patience_s)
-            sent, received, seconds = self.state.exchange(message, decision, wait)
+            wait = ExchangeWait(what or message.sent_at, self.function.timeout_s, self.patience_s)
+            sent, received, seconds = self.state.exchange(message, wait)
         except BaseException as error:
             self._leave_exchange(error, of_run=of_run)
             raise
@@ -219,7 +211,7 @@ class SessionExchanges(abc.ABC):
         # The search may be ahead of the ranks, where a rank failed in the exchange of its last order.
         point = f"{state.orders.session} {state.orders.runs}" if state.search is None else state.search.point
         with self._reporting_failures(), self._dropping_searches():
-            order = self._exchange(state.opening(point), lambda search: search.open, Opening.sent_at)
+            order = self._exchange(state.opening(point))
         if order.opening is not None and order.opening.resumes:
             self._recorder.write(Note(text=f"resumed after {failure}"))
         else:
