@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from .launch.step_checks import register_step_check
-from .launch.tunable import Standing
+from .launch.tunable import CachedChoice
 from .launch.written_tensors import leave_unchecked
 from .triton_api.interception import INTERCEPTION, settled_config
 
 __all__ = [
-    "Standing",
+    "CachedChoice",
     "announce",
     "leave_unchecked",
     "mark_provisional",

@@ -56,11 +56,11 @@ class Binding:
     loaded: dict[tuple[str, int], Any] = field(default_factory=dict)  # (candidate, device) -> kernel
 
 
-class Beginning(Struct, frozen=True, gc=False):
+class FirstCandidate(Struct, frozen=True, gc=False):
     """The first candidate of a NEW context, and why it is the first."""
 
-    first: str = ""  # the winner before an upgrade, `expected`, or the winner of `nearest_key`
-    nearest_key: str = ""  # the nearest tuned key, where `first` is its winner
+    digest: str = ""  # the winner before an upgrade, `expected`, or the winner of `nearest_key`
+    nearest_key: str = ""  # the nearest tuned key, where `digest` is its winner
     upgrade: Upgrade | None = None  # the candidates to race again after an upgrade, from this rank's disk
     other_times: TimesByKey | None = None  # of other keys
     expected: str = ""  # the fastest candidate by the times of other keys
@@ -87,7 +87,7 @@ class RankContext:
     rank: int
     claim: Claim | None = None  # its result in memory or on disk, from before its search
     holds_claim_back: bool = False  # the claim is reported, not launched: peers may not have it
-    beginning: Beginning = field(default_factory=Beginning)
+    first_candidate: FirstCandidate = field(default_factory=FirstCandidate)
     order: ContextOrder | None = None  # None: no rank has announced it
     announced: bool = False  # by this rank
     bindings: list[Binding] = field(default_factory=list)
@@ -177,11 +177,11 @@ class RankContext:
         return {c: reason for c, reason in self.bans.items() if c not in self.reported_bans}
 
     def announce(self, order: ContextOrder, reported_bans: Collection[str]) -> None:
-        """Take over the record that follows from this rank's report; what chose its beginning goes."""
+        """Take over the record that follows from this rank's report; what chose its first candidate goes."""
         self.order, self.announced = order, True
         if reported_bans:
             self.reported_bans = self.reported_bans.union(reported_bans)
-        self.beginning = replace(self.beginning, other_times=None, unlikely=())
+        self.first_candidate = replace(self.first_candidate, other_times=None, unlikely=())
 
     @property
     def is_idle(self) -> bool:
@@ -207,9 +207,9 @@ class RankContext:
         tries_few: the search tries only what is fast by their times. is_online: nothing but the first is
         compiled until it is known what the key takes of a step.
         """
-        before = self.beginning
+        before = self.first_candidate
         if (upgrade := known.upgrade or before.upgrade) is not None:
-            self.beginning = replace(before, upgrade=upgrade, nearest_key="", first=upgrade[2][0])
+            self.first_candidate = replace(before, upgrade=upgrade, nearest_key="", digest=upgrade[2][0])
             return
         key, texts = self.identity.key_text, self.texts
         winners = {other: winner for other, winner in known.winners.items() if winner in texts}
@@ -219,15 +219,16 @@ class RankContext:
             text = best_start(key, texts.values(), known.told, self.fills if is_alone else UNKNOWN)
             expected = next((each for each, own in texts.items() if text and own == text), "")
         first = expected or winners.get(nearest, "")
-        self.beginning = replace(
+        self.first_candidate = replace(
             before,
-            first=first,
+            digest=first,
             nearest_key=nearest if first == winners.get(nearest) else "",
             other_times=known.told,
             expected=expected,
         )
         if has_new_times and tries_few:
-            self.beginning = replace(self.beginning, unlikely=self._unlikely(known.told, is_online))
+            unlikely = self._unlikely(known.told, is_online)
+            self.first_candidate = replace(self.first_candidate, unlikely=unlikely)
 
     def _unlikely(self, other_times: TimesByKey, is_online: bool) -> set[str]:
         """Return the candidates that are slow by the times of other keys, or not to be tried yet."""
@@ -239,7 +240,7 @@ class RankContext:
     @property
     def candidates(self) -> dict[str, str]:
         """Return the candidates with their texts, the first one of the context first."""
-        first, texts = self.beginning.first, dict(self.texts)
+        first, texts = self.first_candidate.digest, dict(self.texts)
         return {first: texts[first], **texts} if first else texts
 
     @property
@@ -247,7 +248,7 @@ class RankContext:
         """Return the candidates that are not compiled, as their times, or other keys', rule them out."""
         if self.order is not None:
             return self.order.outside_race
-        upgrade, unlikely = self.beginning.upgrade, self.beginning.unlikely
+        upgrade, unlikely = self.first_candidate.upgrade, self.first_candidate.unlikely
         return {*unlikely} if upgrade is None else self.texts.keys() - set(upgrade[2])
 
     def report_run(self, *, waits: bool) -> Part | None:

@@ -279,9 +279,9 @@ class Registry:
 
     def _announcement(self, context: RankContext, place: int) -> Announcement:
         self._choose_first(context)  # a context announced for its bans was not launched
-        about, beginning = context.identity, context.beginning
+        about, first = context.identity, context.first_candidate
         places = {text: str(place) for place, text in enumerate(context.candidates.values())}
-        told = (beginning.other_times or {}) if self._tries_few(context) else {}
+        told = (first.other_times or {}) if self._tries_few(context) else {}
         of_time = filled if context.fills else float
         return Announcement(
             rank=context.rank,
@@ -295,9 +295,9 @@ class Registry:
             siblings=len(self.names.relatives(about.kernel)),
             place=place,
             claim=context.claim,
-            nearest_key=beginning.nearest_key,
+            nearest_key=first.nearest_key,
             default=next(iter(about.texts), ""),
-            upgrade=beginning.upgrade,
+            upgrade=first.upgrade,
             ms_by_key={
                 key: {places[t]: of_time(ms) for t, ms in each.items() if t in places}
                 for key, each in told.items()
@@ -340,7 +340,7 @@ def _fills(launch: Launch, configs: Mapping[str, Any], texts: Mapping[str, str])
     if index < 0 or (device := footprint.device_properties(index)) is None:
         return {}
     fills = {}
-    with INTERCEPTION.standing_by(_ASKING):
+    with INTERCEPTION.standing_by(_LAUNCH_REFUSER):
         for each, config in configs.items():
             if (programs := launch.programs(config)) <= 0:
                 return {}
@@ -348,18 +348,18 @@ def _fills(launch: Launch, configs: Mapping[str, Any], texts: Mapping[str, str])
     return fills
 
 
-class _Asking:
+class _LaunchRefuser:
     """Refuses launches while a grid's function is asked about configs that are not launched."""
 
     settled: Mapping[int, Any] = {}
     passes_single = False
 
     @property
-    def launcher(self) -> _Asking:
+    def launcher(self) -> _LaunchRefuser:
         return self
 
     def launch(self, *about: object) -> None:
         raise RuntimeError("a grid's function launches a kernel, so it is not asked about other configs")
 
 
-_ASKING = _Asking()
+_LAUNCH_REFUSER = _LaunchRefuser()

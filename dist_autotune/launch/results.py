@@ -54,7 +54,7 @@ class Results:
                 config=context.texts[index],
                 ms=times[index],
                 timings={context.texts[i]: ms for i, ms in times.items() if 0 < ms < math.inf},
-                fills=context.about.fills,
+                fills=context.definition.fills,
                 created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 package_version=__version__,
                 evidence=_evidence(context, rank_context),

@@ -131,8 +131,8 @@ def tunable(name: str, options: Sequence[T], *, key: tuple[Any, ...] = (), among
     return option
 
 
-class Standing(Generic[T]):
-    """Keeps the result of a function that calls `tunable`, until an answer of `tunable` may have changed.
+class CachedChoice(Generic[T]):
+    """Caches the result of a function that calls `tunable`, until an answer of `tunable` may have changed.
 
     choose: the function; it asks for the same names, options and keys in each call.
     """

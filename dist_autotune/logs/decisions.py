@@ -15,7 +15,8 @@ def plan_of(orders: Orders) -> dict[str, int]:
 
 
 def admission(run: int, context: ContextOrder, *, local: bool = True) -> ContextAdmitted:
-    about = {"default": context.default, "like": context.about.nearest_key, "again": context.result.again}
+    like, again = context.definition.nearest_key, context.result.again
+    about = {"default": context.default, "like": like, "again": again}
     fields = {**fields_of(run, context), "candidates": context.texts, **about}
     return ContextAdmitted(**fields, incumbent=context.incumbent, local=local)
 
@@ -56,7 +57,7 @@ def result(context: ContextOrder) -> dict[str, Any]:
         "ms": times.ms.get(best),
         "fastest_rank_ms": times.fastest_ms.get(best),
         "default_ms": times.ms.get(context.default),  # of samples: its warm-up may hold first-launch costs
-        "judge": context.judge if is_open else context.about.final_judge,
+        "judge": context.judge if is_open else context.definition.final_judge,
         "launch_bound": best >= 0 and times.is_launch_bound(best, context.banned),
         "timings": {texts[index]: ms for index, ms in times.known(context.banned)},
         "banned": {texts[index]: f"rank {rank}: {reason}" for index, (rank, reason) in bans},

@@ -14,7 +14,7 @@ from .messages import Announcement, Ban, Claim
 from .plans.search import MOST_PLANS
 from .reports import AgreedPart
 from .rules import Rules
-from .shared_context import About, SharedContext, Status
+from .shared_context import ContextDefinition, SharedContext, Status
 from .strategies import TIE, least
 
 NOT_SHARED = "not a candidate on every rank"  # why it is banned where ranks have others
@@ -60,7 +60,7 @@ class Context(SharedContext):
     ) -> None:
         raced_again, order = announcement.raced_first()
         digests = tuple(digest for digest, _ in order)
-        about = About(
+        definition = ContextDefinition(
             kernel=announcement.kernel,
             key=announcement.key,
             kernel_id=announcement.kernel_id,
@@ -72,7 +72,7 @@ class Context(SharedContext):
             final_judge=rules.judges(is_choice=announcement.is_choice)[-1],
             fills=dict(zip((text for _, text in announcement.order), announcement.fills, strict=False)),
         )
-        super().__init__(name, about)
+        super().__init__(name, definition)
         self.status = Status.UNDER_WAY
         self.winner: int | None = None
         self.began: int | None = None  # the run of this session in which its search began
@@ -178,7 +178,7 @@ class Context(SharedContext):
         if self.launch_ms:
             return super().ms_by_text()
         so_far = {self.texts[index]: least(self.times.agreed_ms(index)) for index in self.times.ms}
-        fills = self.about.fills
+        fills = self.definition.fills
         return {text: LaunchMs(ms, fills.get(text, 1.0)) for text, ms in so_far.items() if ms > 0}
 
     def apply(self, part: AgreedPart) -> None:

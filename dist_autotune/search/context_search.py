@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 _NONE = frozenset[int]()
 
 
-class _Ended(Struct, frozen=True, gc=False):
-    """What the order of trials has come to, where the search is over."""
+class _FinalOrder(Struct, frozen=True, gc=False):
+    """The result of the order of trials, once the search is over."""
 
     most_tried: int
     outside_indices: tuple[int, ...]
@@ -56,7 +56,7 @@ class ContextSearch:
         self._context, self._meanwhile = context, meanwhile
         self._told = announcement.times_by_key()
         self._order: TrialOrder | None = None  # in which candidates are tried; None: all are
-        self._ended: _Ended | None = None  # in place of that order, once the search is over
+        self._final_order: _FinalOrder | None = None  # in place of that order, once the search is over
         self._chosen: tuple[int | None, str] = None, ""  # the winner; why it is not the fastest
         self._ran = _NONE  # candidates that ran because the flow had asked for them
 
@@ -67,10 +67,10 @@ class ContextSearch:
         if self.flow is None:
             if sum(index not in context.banned for index in range(self.raced)) < 2:
                 self.raced, self.upgrade = len(context.digests), ""
-            self._order = self._ended = None
+            self._order = self._final_order = None
             races_all = self.raced == len(context.digests)  # else some, after an upgrade
             if races_all and self.rules.tries_few(len(context.texts), is_choice=context.is_choice):
-                told = self._told, self._meanwhile, context.about.fills
+                told = self._told, self._meanwhile, context.definition.fills
                 self._order = TrialOrder(context.key, context.texts, *told)
             self.flow = self.rules.flow_of(self.raced, self._order, context.default)
             self._resume(None)
@@ -143,7 +143,7 @@ class ContextSearch:
 
     def _finish(self, chosen: int) -> None:
         """Take the flow's winner; go on to the next judge, if there is one."""
-        context, final_judge = self._context, self._context.about.final_judge
+        context, final_judge = self._context, self._context.definition.final_judge
         if self.raced < len(context.digests) and all(index in context.banned for index in range(self.raced)):
             self.flow = None
             self.start()  # what was best before an upgrade works no more
@@ -172,7 +172,7 @@ class ContextSearch:
 
     def _let_go(self) -> None:
         """Drop what led a search that is over, as its context is kept: the times of other keys are many."""
-        self._ended = _Ended(self.most_tried, self.outside_indices, self.untried)
+        self._final_order = _FinalOrder(self.most_tried, self.outside_indices, self.untried)
         self._order, self._ran, self._told, self._meanwhile = None, _NONE, {}, Meanwhile
 
     def _why_slower(self, tied: Container[int] | None) -> str:
@@ -195,16 +195,16 @@ class ContextSearch:
     @property
     def most_tried(self) -> int:
         """Return how many candidates its search tries at most."""
-        if self._ended is not None:
-            return self._ended.most_tried
+        if self._final_order is not None:
+            return self._final_order.most_tried
         return self.raced if self._order is None else self._order.most
 
     @property
     def outside_indices(self) -> tuple[int, ...]:
         """Return the candidates that are not to be compiled now: not tried, or before."""
         context = self._context
-        if self._ended is not None:
-            return self._ended.outside_indices
+        if self._final_order is not None:
+            return self._final_order.outside_indices
         if self._order is None:
             return tuple(range(self.raced, len(context.digests)))
         wanted = self._order.likely - self._ran
@@ -232,7 +232,7 @@ class ContextSearch:
             return "only warm-up runs were faster"
         if winner == chosen and why:
             return why
-        if context.about.final_judge == BY_RUN:
+        if context.definition.final_judge == BY_RUN:
             return "the whole run decides"
         return "faster ones change bits of the outputs" if self.rules.bits == "same" else ""
 
@@ -240,8 +240,8 @@ class ContextSearch:
     def untried(self) -> str:
         """Return why candidates were not tried, once the search is over; empty: all were."""
         context = self._context
-        if self._ended is not None:
-            return self._ended.untried
+        if self._final_order is not None:
+            return self._final_order.untried
         return self._order.untried_text() if self._order is not None and context.settled else ""
 
     @property

@@ -17,7 +17,7 @@ from .messages import Ban, Crash, CrashBans, HostTimes, Offers
 from .phases.pace import Cost
 from .phases.step_gain import StepGain
 from .rules import BY_LAUNCH, Rules
-from .shared_context import About, AgreedTimes, Outcome, SharedContext, Status
+from .shared_context import AgreedTimes, ContextDefinition, Outcome, SharedContext, Status
 
 TOLD_KEYS = 64  # results of a kernel, the latest, that tell what to expect of a new key
 
@@ -58,7 +58,7 @@ TimesRow: TypeAlias = tuple[float | None, float | None, float | None, float | No
 class ContextChanges(Struct, frozen=True, omit_defaults=True):
     """How a context differs from the record that all ranks have of it."""
 
-    about: About | None = None  # of a new context
+    definition: ContextDefinition | None = None  # of a new context
     next_launch: NextLaunch | None = None
     result: SearchResult | None = None
     banned: dict[int, Ban] = {}
@@ -69,8 +69,8 @@ class ContextChanges(Struct, frozen=True, omit_defaults=True):
 class ContextOrder(SharedContext):
     """What a rank must know of a context for its launches, reports and results."""
 
-    def __init__(self, name: str, about: About) -> None:
-        super().__init__(name, about)
+    def __init__(self, name: str, definition: ContextDefinition) -> None:
+        super().__init__(name, definition)
         self.next_launch, self.result = NextLaunch(), SearchResult()
 
     @property
@@ -278,9 +278,9 @@ class Orders:
     def apply(self, order: Order) -> None:
         """Take over what an order says of contexts and of the next run."""
         for name, changes in order.contexts.items():
-            if changes.about is not None:
+            if changes.definition is not None:
                 self._forget(name)
-                context = ContextOrder(name, changes.about)
+                context = ContextOrder(name, changes.definition)
             else:
                 context = self.contexts[name]
             self._digest ^= context.mark
@@ -301,7 +301,7 @@ class Orders:
             self._unsettled.pop(name, None)
         else:
             self._unsettled[name] = context
-        told = self._told.setdefault(context.about.kernel_id, {})
+        told = self._told.setdefault(context.definition.kernel_id, {})
         told.pop(name, None)
         if context.settled or context.launch_ms:
             told[name] = context
@@ -312,7 +312,7 @@ class Orders:
         if (context := self.contexts.pop(name, None)) is not None:
             self._digest ^= context.mark
             self._unsettled.pop(name, None)
-            self._told.get(context.about.kernel_id, {}).pop(name, None)
+            self._told.get(context.definition.kernel_id, {}).pop(name, None)
 
     def drop(self, named: Container[str]) -> set[str]:
         """Drop searches under way, what nothing works for, and contexts by name; return all their names."""

@@ -211,6 +211,6 @@ class Search:
             not_fastest=search.not_fastest,
             same_bits=context.same_bits,
         )
-        before = ContextOrder(context.name, context.about) if known is None else known
+        before = ContextOrder(context.name, context.definition) if known is None else known
         changes = before.changes_to(context, next_launch, result)
-        return replace(changes, about=context.about) if known is None else changes
+        return replace(changes, definition=context.definition) if known is None else changes

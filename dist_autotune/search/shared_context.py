@@ -34,8 +34,8 @@ class Status(enum.StrEnum):
     PARTIAL = "partial"  # the session ended first; the next one goes on
 
 
-class About(Struct, frozen=True, array_like=True, gc=False):
-    """What never changes of a context."""
+class ContextDefinition(Struct, frozen=True, array_like=True, gc=False):
+    """The fields of a context that never change."""
 
     kernel: str
     key: str
@@ -127,9 +127,9 @@ class AgreedTimes(Struct, gc=False):
 class SharedContext:
     """The base of a context on the deciding rank and on all ranks. Candidates are indices of `digests`."""
 
-    def __init__(self, name: str, about: About) -> None:
+    def __init__(self, name: str, definition: ContextDefinition) -> None:
         self.name: Final = name
-        self.about: Final = about
+        self.definition: Final = definition
         self.banned: dict[int, Ban] = {}
         self.times = AgreedTimes()
         self.launch_ms: Mapping[int, float] = {}  # of a search by launches that is over
@@ -139,27 +139,27 @@ class SharedContext:
 
     @property
     def kernel(self) -> str:
-        return self.about.kernel
+        return self.definition.kernel
 
     @property
     def key(self) -> str:
-        return self.about.key
+        return self.definition.key
 
     @property
     def kernel_id(self) -> str:
-        return self.about.kernel_id
+        return self.definition.kernel_id
 
     @property
     def digests(self) -> tuple[str, ...]:
-        return self.about.digests
+        return self.definition.digests
 
     @property
     def texts(self) -> tuple[str, ...]:
-        return self.about.texts
+        return self.definition.texts
 
     @property
     def is_choice(self) -> bool:
-        return self.about.is_choice
+        return self.definition.is_choice
 
     @property
     def title(self) -> str:
@@ -187,7 +187,7 @@ class SharedContext:
     @property
     def default(self) -> int:
         """Return the candidate that is launched untuned; the first that works if that one is banned."""
-        default, banned = self.about.default, self.banned
+        default, banned = self.definition.default, self.banned
         if default not in banned or self.is_spent:
             return default
         return next(index for index in range(len(self.digests)) if index not in banned)
@@ -199,7 +199,7 @@ class SharedContext:
     def ms_by_text(self) -> dict[str, LaunchMs]:
         """Return the times by launches, by the config's text."""
         known = {self.texts[index]: ms for index, ms in self.launch_ms.items() if ms > 0}
-        return {text: LaunchMs(ms, self.about.fills.get(text, 1.0)) for text, ms in known.items()}
+        return {text: LaunchMs(ms, self.definition.fills.get(text, 1.0)) for text, ms in known.items()}
 
     def nothing_works(self) -> NoValidConfig:
         """Return the error where every candidate is banned, with each one's reason."""

@@ -25,9 +25,9 @@ from ..triton_api import identity, interception
 from ..triton_api.interception import INTERCEPTION, PROGRAM, propagate_to_autograd
 from ..triton_api.turn import ProcessTurn, one_at_a_time, session_turn
 from . import diagnosis
-from .function_state import FunctionSetup, FunctionState, RanksOfCalls
+from .function_state import FunctionRanks, FunctionSetup, FunctionState
 from .recorder import contexts_from_cache
-from .report import ReportsOfFunction, TuningReport
+from .report import FunctionReports, TuningReport
 from .session import Session
 from .settled_calls import SettledCalls
 
@@ -57,13 +57,13 @@ class Calls:
         self._is_program = is_program
         self.state: FunctionState | None = None
         self._session: Session | None = None
-        self._reports = ReportsOfFunction()
+        self._reports = FunctionReports()
         self._settled = SettledCalls(name, options, self._note)
         self._wants_session = True  # the next call opens one
         self._changes_arguments = False  # a run takes a container apart that it was given
         self._is_to_retune = False  # the next call that all ranks take up tunes anew
         self._is_retuning = False  # the session under way ignores results; so does the next one if it fails
-        self._ranks = RanksOfCalls(options, name)
+        self._ranks = FunctionRanks(options, name)
         self._asking: dict[str, object] = {}  # the thread that takes the turn with other ranks
 
     @property
@@ -264,7 +264,7 @@ class Calls:
         is_settled = self._session is None and not self._wants_session
         if not (is_settled or asks_nobody):
             return None
-        if not self._ranks.are(state.function.group):
+        if not self._ranks.are_current(state.function.group):
             return None
         if self._is_to_retune and not (is_settled and state.call_count is not None):
             return None

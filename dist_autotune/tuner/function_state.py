@@ -240,7 +240,7 @@ class FunctionState:
         return new
 
 
-class RanksOfCalls:
+class FunctionRanks:
     """The ranks that make a function's calls: the default process group may be another one in each."""
 
     def __init__(self, options: Options, name: str) -> None:
@@ -254,7 +254,7 @@ class RanksOfCalls:
         options = self._options
         return GROUPS.of(options.process_group()) if options.is_dist else GROUPS.single()
 
-    def are(self, group: RankGroup) -> bool:
+    def are_current(self, group: RankGroup) -> bool:
         """Return whether these ranks make a call now, as a rule without looking for them."""
         world = _DEFAULT.WORLD
         if self._is_given or world is not self._world() or os.getpid() != self._pid:

@@ -192,7 +192,7 @@ class TuningReport:
         return lines
 
 
-class ReportsOfFunction:
+class FunctionReports:
     """The report of a function's last session, and what the sessions before it have settled and cost."""
 
     def __init__(self) -> None:
@@ -257,7 +257,7 @@ def labels_by_reason(contexts: Iterable[tuple[str, str]]) -> Iterator[tuple[str,
 
 def step_times(contexts: Iterable[TunedContext]) -> StepTimes | None:
     """Return the time of one run without and with tuning; None where no context has both times."""
-    of = {BY_RUN: _Sides(), BY_LAUNCH: _Sides()}
+    of = {BY_RUN: _ComparedTimes(), BY_LAUNCH: _ComparedTimes()}
     for context in contexts:
         best_ms = context.ms
         if context.status == "tuning" and context.judge == BY_LAUNCH:  # known, though not launched yet
@@ -280,7 +280,7 @@ def step_times(contexts: Iterable[TunedContext]) -> StepTimes | None:
 
 
 @dataclass
-class _Sides:
+class _ComparedTimes:
     """The times of the contexts that are judged alike."""
 
     before_ms: list[float] = field(default_factory=list)

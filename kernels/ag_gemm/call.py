@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from dist_autotune.for_operations import Standing
+from dist_autotune.for_operations import CachedChoice
 
 from ..epilogues import Epilogue
 from ..gemm.launch import ChunkBody
@@ -52,7 +52,7 @@ class GatherLayout:
     rows: int  # of each rank
     size_class: int  # of the rows of all ranks
     shape: tuple[int, int]  # of the result
-    choose: Standing[Choice]
+    choose: CachedChoice[Choice]
     fill_nan: PlainLaunch  # of the result; the last kernel of a call
     apart: Apart | None = None  # of a result that was given and all operands
     consumers: dict[str, Consumer] = field(default_factory=dict)  # those that have been chosen; loaded

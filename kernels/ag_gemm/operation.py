@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dist_autotune.for_operations import Standing
+from dist_autotune.for_operations import CachedChoice
 
 from ..agreement.ballots import COLLECTIVE
 from ..agreement.failures import FailureKinds, Refusal
@@ -272,7 +272,7 @@ class AllGatherGemm(NumberedCalls):
         kind = (class_of_rows(rows), can_run, most_pieces, weight.shape[0], self._k, lies_by_columns(weight))
         key = (*kind, str(self._dtype), self.world_size, *epilogue.key())
         options = options_for(rows, self._facts.sms, self.world_size, specialized=can_run, fixed=self._fixed)
-        choose = Standing(functools.partial(options.choose, key))
+        choose = CachedChoice(functools.partial(options.choose, key))
         fill_nan = filler_of_chunks(out, self._pusher.flags, self.rank, rows)
         made = GatherLayout(rows, class_of_rows(shape[0]), shape, choose, fill_nan)
         if self._mail is not None and self._mail.can_take(made.size_class):

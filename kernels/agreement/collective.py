@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from dist_autotune import tunable
-from dist_autotune.for_operations import Standing
+from dist_autotune.for_operations import CachedChoice
 
 from ..symm import SymmetricMemory, SymmetricMemoryError
 from ..tensors import check_ways, remember
@@ -77,7 +77,7 @@ class Collective:
         self._world_size, self._is_on_cpu = memory.world_size, memory.device.type == "cpu"
         # How many have been made in the last eager call, if ranks agreed on them; else None.
         self.made: int | None = None
-        self._votes: dict[Hashable, Standing[str]] = {}
+        self._votes: dict[Hashable, CachedChoice[str]] = {}
         is_open = memory.world_size > 1 and (fixed is not False or further is not False)
         self._ballots = self._open_ballots(memory, further) if is_open else None
 
@@ -122,7 +122,7 @@ class Collective:
         vote = self._votes.get((rows, key))
         if vote is None:
             ask = functools.partial(self.choose, ways, (rows, self._world_size, *key))
-            vote = remember(self._votes, (rows, key), Standing(ask))
+            vote = remember(self._votes, (rows, key), CachedChoice(ask))
         return (*WAYS, *further).index(vote())
 
     def choose(self, ways: tuple[str, ...], key: tuple[Hashable, ...]) -> str:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from dist_autotune import is_tuning, tunable
-from dist_autotune.for_operations import Standing
+from dist_autotune.for_operations import CachedChoice
 
 from ..agreement.failures import FailureKinds, Refusal
 from ..exchange import mail
@@ -54,8 +54,8 @@ class RowsLayout(NamedTuple):
     rows: int
     kind: tuple[int, bool, bool]  # class of rows, may it be overlapped, has it a norm: all calls take one way
     ways: tuple[str, ...]  # that it may take
-    choose: Standing[str]  # one of them
-    product: Standing[str] | None  # one of PRODUCTS; None: torch's
+    choose: CachedChoice[str]  # one of them
+    product: CachedChoice[str] | None  # one of PRODUCTS; None: torch's
     part: torch.Tensor  # what this rank adds, of the operation's memory
     launches: dict[str, Any]
     is_sent: bool  # by the kernel that multiplies, in low-latency calls
@@ -240,11 +240,11 @@ class GemmAllReduce(NumberedCalls):
         may_overlap = OVERLAPPED in ways
         kind = size_class, may_overlap, has_norm
         key = (size_class, may_overlap, self.world_size, self._n, dtype, has_norm)  # equal on all ranks
-        choose, product = Standing(functools.partial(self._ways.choose, ways, key)), None
+        choose, product = CachedChoice(functools.partial(self._ways.choose, ways, key)), None
         if multiplies and rows >= OWN_FROM and self._dtype != torch.float32:
             key_of_product = (size_class, self._n, k, dtype)
             ask = functools.partial(tunable, "gemm_ar product", PRODUCTS, key=key_of_product)
-            product = Standing(ask)
+            product = CachedChoice(ask)
         return RowsLayout(rows, kind, ways, choose, product, self._parts[:rows], {}, False, None)
 
     def _choose(self, layout: RowsLayout) -> str:

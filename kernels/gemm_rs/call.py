@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from dist_autotune.for_operations import Standing
+from dist_autotune.for_operations import CachedChoice
 
 from ..gemm.launch import ChunkBody
 from ..launches.prepared import PlainLaunch
@@ -51,6 +51,6 @@ class ScatterLayout(NamedTuple):
     shape: tuple[int, int]  # of the result
     body: Body
     storing: dict[str, Body]  # by `operation.STORES`: that store to the peers, if calls may take them
-    launches: Standing[str]  # of a call, see `operation.LAUNCHES`
+    launches: CachedChoice[str]  # of a call, see `operation.LAUNCHES`
     apart: Apart  # of the result and all operands
     fill_nan: PlainLaunch  # of the result

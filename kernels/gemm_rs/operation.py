@@ -26,7 +26,7 @@ import torch.distributed as dist
 import triton
 
 from dist_autotune import tunable
-from dist_autotune.for_operations import Standing
+from dist_autotune.for_operations import CachedChoice
 
 from ..agreement.ballots import COLLECTIVE
 from ..agreement.failures import FailureKinds, Refusal
@@ -236,7 +236,7 @@ class GemmReduceScatter(NumberedCalls):
         rows, apart = (shape[0],) * self.world_size, Apart(out, a=a, weight=weight, **others)
         fill_nan = filler_of_all(out, self._flags.local, self.rank)
         key = (class_of_rows(all_rows), self.world_size, self._n, a.shape[1], str(self._dtype))
-        launches = Standing(functools.partial(self._choose_launches, body, tuple(storing), key))
+        launches = CachedChoice(functools.partial(self._choose_launches, body, tuple(storing), key))
         return ScatterLayout(all_rows, key[0], rows, shape, body, storing, launches, apart, fill_nan)
 
     def _choose_launches(self, body: Body, storing: tuple[str, ...], key: tuple[Any, ...]) -> str:

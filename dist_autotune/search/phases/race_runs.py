@@ -121,7 +121,7 @@ class RaceRuns(RunPhase):
         keeps_kernels = self._objective == "kernel"
         space = self._space(launched)
         if plans := predicted.plans_of(space):
-            return (yield from predicted.predicted(space, plans))
+            return (yield from predicted.fastest_predicted_plan(space, plans))
         return (yield from plan_search.fastest_plan(space, keeps_kernels=keeps_kernels))
 
     def _space(self, launched: dict[tuple[str, int], frozenset[str]]) -> PlanSpace:

@@ -19,7 +19,7 @@ from ...codec import digest
 from ..expectation.fields import Likeness, texts_by_field
 from ..expectation.model import Expectation
 from ..strategies import faster_of_two, least
-from .search import MORE_RUNS, AskedPlan, Search, race_of, raced
+from .search import MORE_RUNS, AskedPlan, Search, race_plans, runs_of_race
 from .search import MOST_PLANS as MOST_RACED
 from .space import MOST_CANDIDATES, SHARE_STEP, KernelLevels, Plan, PlanSpace
 
@@ -68,7 +68,7 @@ def _holds_one_share(kernel: KernelLevels) -> bool:
     return bool(kernel.share) and len(shares) < 2
 
 
-def predicted(space: PlanSpace, plans: Sequence[Plan]) -> Search:
+def fastest_predicted_plan(space: PlanSpace, plans: Sequence[Plan]) -> Search:
     """Return the fastest of the plans, of which the first wins ties."""
     likeness, untold = _likeness(space, plans), _untold(space, plans)
     slower_ms = [_slower_ms(space, plan) for plan in plans]
@@ -80,7 +80,7 @@ def predicted(space: PlanSpace, plans: Sequence[Plan]) -> Search:
     if not _is_known(ms[0]):  # it tells nothing of others: those race that launches expect
         few = sorted(range(1, len(plans)), key=slower_ms.__getitem__)[: MOST_RACED - 1]
         known = [plans[index] for index in (0, *few)]
-        return (yield from raced("all", known, race_of(known), MORE_RUNS)).winner
+        return (yield from race_plans("all", known, runs_of_race(known), MORE_RUNS)).winner
     wave = [*untold, *_first_wave(plans, slower_ms, LIKELY * least(ms[0]), untold)]
     ms |= yield from _timed(asked, wave)
     model = _ExpectedTimes(likeness, slower_ms, ms)
@@ -92,7 +92,7 @@ def predicted(space: PlanSpace, plans: Sequence[Plan]) -> Search:
         ms |= yield from _timed(asked, wave)
     finalists = [plans[index] for index in dict.fromkeys([0, *untold, *_near(ms)])]
     runs = NEAR_RUNS + 2 * len(untold)
-    return (yield from raced("predicted, near", finalists, runs, MORE_RUNS)).winner
+    return (yield from race_plans("predicted, near", finalists, runs, MORE_RUNS)).winner
 
 
 def _timed(asked: Sequence[AskedPlan], wave: Sequence[int]) -> Generator[AskedPlan, float, dict[int, float]]:

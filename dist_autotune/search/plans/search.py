@@ -1,7 +1,7 @@
 """The search for the plan whose runs are fastest: a generator of plans that is sent the agreed ms of each.
 
 Few plans race at once. Of more, those race in which kernels leave the same room to others, beside options
-that choices of one kind take alike (`together`).
+that choices of one kind take alike (`fastest_joint_plan`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Search: TypeAlias = Generator[AskedPlan, float, Plan]
 
 
 @dataclass(frozen=True)
-class Raced:
+class RaceResult:
     """What a race of plans has found. timed: plans by their times, the fastest first."""
 
     winner: Plan
@@ -64,7 +64,7 @@ class Raced:
 def runs_at_most(kernels: int, choices: Sequence[int]) -> int:
     """Return how many runs the search takes at most, for so many kernels, and options of each choice."""
     plans = MOST_PLANS if kernels or len(choices) > 1 else min(math.prod(choices), MOST_PLANS)
-    race = math.ceil(race_of(range(plans))) + MORE_RUNS
+    race = math.ceil(runs_of_race(range(plans))) + MORE_RUNS
     if kernels < 2 and len(choices) < 2:
         return race
     first = math.ceil(max(TOGETHER_RUNS, TOGETHER_RUNS_PER_PLAN * MOST_PLANS)) + CONFIRMING_RUNS
@@ -77,15 +77,15 @@ def fastest_plan(space: PlanSpace, *, keeps_kernels: bool = False) -> Search:
     keeps_kernels: of too many plans, kernels keep their winners by launches.
     """
     if plans := few_plans(space, keeps_kernels=keeps_kernels):
-        race = yield from raced("all", plans, race_of(plans), MORE_RUNS)
+        race = yield from race_plans("all", plans, runs_of_race(plans), MORE_RUNS)
         return race.winner
     if keeps_kernels:
         space = space.with_incumbents()
-    plan = yield from together(space)
-    return plan if space.rooms() else (yield from spared(space, plan))
+    plan = yield from fastest_joint_plan(space)
+    return plan if space.rooms() else (yield from replace_interfering(space, plan))
 
 
-def race_of(plans: Sequence[object]) -> float:
+def runs_of_race(plans: Sequence[object]) -> float:
     """Return the runs of a race of so many plans: of whole runs, which cost more than launches."""
     return max(racing_runs(1), RUNS_PER_PLAN * len(plans))
 
@@ -102,8 +102,8 @@ def few_plans(space: PlanSpace, *, keeps_kernels: bool) -> list[Plan]:
 
 
 @dataclass(frozen=True)
-class Start:
-    """A plan in which contexts do alike: what kernels leave to others, beside these options."""
+class JointPlan:
+    """A plan in which kernels leave the same room to others, beside these options."""
 
     plan: Plan
     options: Plan
@@ -111,30 +111,32 @@ class Start:
     kernels: tuple[str, ...] = ()  # that leave it
 
 
-def together(space: PlanSpace) -> Search:
+def fastest_joint_plan(space: PlanSpace) -> Search:
     """Return the fastest plan in which all kernels, or those that want it, leave the same room to others.
 
     Choices of one kind take the same option. The incumbents' plan stays unless another is surely faster.
     """
-    starts = starts_of(space)
-    plans = [start.plan for start in starts]
+    joint = joint_plans_of(space)
+    plans = [each.plan for each in joint]
     base = plans[0]
-    race = yield from raced("together", plans, max(TOGETHER_RUNS, TOGETHER_RUNS_PER_PLAN * len(plans)), 0)
+    race = yield from race_plans(
+        "together", plans, max(TOGETHER_RUNS, TOGETHER_RUNS_PER_PLAN * len(plans)), 0
+    )
     if race.gain(base) < SEEMS:
         return base
     few = [plan for _, plan in race.timed if plan != base][:CONFIRMED]
-    again = yield from raced("together, confirmed", [base, *few], CONFIRMING_RUNS, 0)
+    again = yield from race_plans("together, confirmed", [base, *few], CONFIRMING_RUNS, 0)
     if again.gain(base) < GAIN:  # a few samples, of which some were spikes, had promised it
         return base
-    best = starts[plans.index(again.fastest)]
-    changed = _start(space, _fastest_options(starts, race), best.room, best.kernels)
-    plans = [start.plan for start in _distinct([best, *_beside(space, best), changed])]
-    last = yield from raced("together, near", plans, max(NEAR_RUNS, NEAR_RUNS_PER_PLAN * len(plans)), 0)
+    best = joint[plans.index(again.fastest)]
+    changed = _joint_plan(space, _fastest_options(joint, race), best.room, best.kernels)
+    plans = [each.plan for each in _distinct([best, *_beside(space, best), changed])]
+    last = yield from race_plans("together, near", plans, max(NEAR_RUNS, NEAR_RUNS_PER_PLAN * len(plans)), 0)
     return last.fastest
 
 
-def spared(space: PlanSpace, plan: Plan) -> Search:
-    """Return the plan with another candidate of the kernel whose own slows others down most, if one does.
+def replace_interfering(space: PlanSpace, plan: Plan) -> Search:
+    """Return the plan with another candidate of the kernel that slows others down most, if one does.
 
     Kernels take their next fastest candidates: all, then half of them, down to one. A half counts by how much
     less its runs take than launches let expect.
@@ -145,7 +147,7 @@ def spared(space: PlanSpace, plan: Plan) -> Search:
         half = names[: len(names) // 2] if gain else names
         others = {name: kernels[name].next_fastest for name in half}
         expected_ms = math.fsum(kernels[name].slower_ms(other) for name, other in others.items())
-        race = yield from raced(
+        race = yield from race_plans(
             f"spared, {half[0]} of {len(half)}", [plan, {**plan, **others}], SPARED_RUNS, 0
         )
         gained = race.gain(plan, expected_ms)
@@ -157,66 +159,66 @@ def spared(space: PlanSpace, plan: Plan) -> Search:
             names = half if gained >= gain / 2 else names[len(half) :]
         if len(names) == 1:
             near = [{**plan, names[0]: index} for index in kernels[names[0]].thinned(MOST_SPARED)]
-            return (yield from raced("spared, one", near, RUNS_PER_PLAN * len(near), MORE_RUNS)).winner
+            return (yield from race_plans("spared, one", near, RUNS_PER_PLAN * len(near), MORE_RUNS)).winner
     return plan
 
 
-def starts_of(space: PlanSpace) -> list[Start]:
-    """Return the incumbents' plan, and those in which all kernels, or those that want it, leave a room."""
+def joint_plans_of(space: PlanSpace) -> list[JointPlan]:
+    """Return the incumbents' plan, and plans in which all kernels, or those that want it, leave a room."""
     options, rooms = space.joint_options(MOST_PLANS), space.rooms()
     moving = [tuple(kernel.name for kernel in kernels) for kernels in space.leaving_room()]
     if len(options) * (len(moving) * len(rooms) + 1) > MOST_PLANS:
         rooms = [rooms[place] for place in spread(range(len(rooms)), FEW_ROOMS)]
-    starts = [Start(space.incumbents, options[0])]
+    joint = [JointPlan(space.incumbents, options[0])]
     for chosen in options:
-        if len(starts) >= MOST_PLANS:
+        if len(joint) >= MOST_PLANS:
             break  # of several choices there are thousands, and each is compared with those before
-        found = [_start(space, chosen, None, ())]
-        found += [_start(space, chosen, room, kernels) for room in rooms for kernels in moving]
-        starts = _distinct([*starts, *found])
-    return starts[:MOST_PLANS]
+        found = [_joint_plan(space, chosen, None, ())]
+        found += [_joint_plan(space, chosen, room, kernels) for room in rooms for kernels in moving]
+        joint = _distinct([*joint, *found])
+    return joint[:MOST_PLANS]
 
 
-def _fastest_options(starts: Sequence[Start], race: Raced) -> Plan:
+def _fastest_options(joint: Sequence[JointPlan], race: RaceResult) -> Plan:
     """Return of each choice the option of the fastest plan in which it is not that of the incumbents."""
-    own, found = starts[0].options, dict(starts[0].options)
-    plans = [start.plan for start in starts]
+    own, found = joint[0].options, dict(joint[0].options)
+    plans = [each.plan for each in joint]
     for _, plan in reversed(race.timed):
-        options = starts[plans.index(plan)].options
+        options = joint[plans.index(plan)].options
         changed = {name: index for name, index in options.items() if index != own[name]}
         found |= changed
     return found
 
 
-def _beside(space: PlanSpace, start: Start) -> list[Start]:
-    """Return the starts that differ from one in the options, in the next room, or in both."""
+def _beside(space: PlanSpace, base: JointPlan) -> list[JointPlan]:
+    """Return the joint plans that differ from one in the options, in the next room, or in both."""
     rooms: list[float | None] = [None, *space.rooms()]
-    place = rooms.index(start.room)
+    place = rooms.index(base.room)
     near = rooms[max(place - 1, 0) : place + 2]
     chosen = space.joint_options(MOST_BESIDE)
-    return [_start(space, options, room, start.kernels) for options in chosen for room in near]
+    return [_joint_plan(space, options, room, base.kernels) for options in chosen for room in near]
 
 
-def _distinct(starts: Sequence[Start]) -> list[Start]:
-    """Return the starts of which each plan is another one."""
-    plans: dict[tuple[tuple[str, int], ...], Start] = {}
-    for start in starts:
-        plans.setdefault(tuple(start.plan.items()), start)
+def _distinct(joint: Sequence[JointPlan]) -> list[JointPlan]:
+    """Return the joint plans without those that repeat a plan."""
+    plans: dict[tuple[tuple[str, int], ...], JointPlan] = {}
+    for each in joint:
+        plans.setdefault(tuple(each.plan.items()), each)
     return list(plans.values())
 
 
-def _start(space: PlanSpace, options: Plan, room: float | None, kernels: tuple[str, ...]) -> Start:
+def _joint_plan(space: PlanSpace, options: Plan, room: float | None, kernels: tuple[str, ...]) -> JointPlan:
     able = [kernel for kernel in space.kernels if kernel.name in kernels]
     candidates = {} if room is None else {kernel.name: kernel.within(room) for kernel in able}
-    return Start(space.with_kernels(options, candidates), options, room, kernels)
+    return JointPlan(space.with_kernels(options, candidates), options, room, kernels)
 
 
-def raced(
+def race_plans(
     name: str, plans: Sequence[Plan], runs: float, more_runs: int
-) -> Generator[AskedPlan, float, Raced]:
+) -> Generator[AskedPlan, float, RaceResult]:
     """Race the plans, of which the first wins ties."""
     if len(plans) < 2:
-        return Raced(plans[0])
+        return RaceResult(plans[0])
     flow = rounds(list(range(len(plans))), 0, runs, more_runs)
     index = next(flow)
     for number in itertools.count():
@@ -225,5 +227,5 @@ def raced(
             index = flow.send(ms)
         except StopIteration as stop:
             timed = sorted((ms, each) for each, ms in stop.value.ms.items() if math.isfinite(ms))
-            return Raced(plans[stop.value], [(ms, plans[each]) for ms, each in timed])
+            return RaceResult(plans[stop.value], [(ms, plans[each]) for ms, each in timed])
     raise AssertionError  # the count has no end

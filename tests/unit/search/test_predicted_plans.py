@@ -129,7 +129,7 @@ def test_plans_of_which_nothing_is_known_race_in_no_more_runs_than_are_planned(m
     space = options_of_one_kernel()
     plans = predicted.plans_of(space)
     assert len(plans) == 320
-    asked, winner = driven(predicted.predicted(space, plans), lambda _: ms)
+    asked, winner = driven(predicted.fastest_predicted_plan(space, plans), lambda _: ms)
     assert winner == {"c": 0, "k": 0}
     assert len(asked) <= race_runs.runs_at_most({"c": 20}, 1)
 
@@ -143,7 +143,7 @@ def test_a_host_that_is_late_in_one_of_the_first_two_runs_leaves_all_plans_to_be
         ms = 0.9 if asked.plan["c"] == 19 else 1.0
         return AgreedMs(ms, 0.0) if next(runs) == late else ms
 
-    _, winner = driven(predicted.predicted(space, predicted.plans_of(space)), answer)
+    _, winner = driven(predicted.fastest_predicted_plan(space, predicted.plans_of(space)), answer)
     assert winner["c"] == 19
 
 
@@ -212,7 +212,7 @@ def test_a_plan_that_may_have_taken_less_beside_a_late_host_is_no_finalist_in_pl
             agreed_ms = statistics.median(timed[asked.label])
             return AgreedMs(agreed_ms, agreed_ms - late_ms) if late_ms else agreed_ms
 
-        _, winner = driven(predicted.predicted(space, plans), answer)
+        _, winner = driven(predicted.fastest_predicted_plan(space, plans), answer)
         return own[plans.index(winner)] / min(own) - 1
 
     assert statistics.fmean(map(regret, range(30))) <= 0.005
