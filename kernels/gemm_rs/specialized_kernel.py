@@ -45,6 +45,12 @@ from .handover import await_sums, count_tile
 PARTS = gl.constexpr(4)  # of the own rows; `notify` lets `work` into one after the other
 
 
+@gluon.constexpr_function
+def storers_of(variant, tensor_memory):
+    """Return how many partitions store, in turn."""
+    return 2 if variant == "pingpong" and not tensor_memory else 1
+
+
 @aggregate
 class Summed:
     """The sums of a tile with their addends, in place of an accumulator."""
@@ -87,6 +93,30 @@ class Summed:
         return sums
 
 
+@gluon.jit
+def _of_one_arrival(COUNT: gl.constexpr):
+    """Return so many mbarriers; one arrival completes a phase of each."""
+    bars = allocate_mbarriers(COUNT)
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=1)
+    return bars
+
+
+@aggregate
+class Handovers:
+    """The mbarriers by which `notify` and the partitions of `work` that store wait for each other."""
+
+    stored: gl.shared_memory_descriptor  # see above
+    # One for each part of the own rows; the last one for all permits, which STORES alone uses: it must not be
+    # an allocation of its own.
+    arrived: gl.shared_memory_descriptor
+
+    @staticmethod
+    @gluon.jit
+    def create(SLOTS: gl.constexpr):
+        return Handovers(_of_one_arrival(SLOTS), _of_one_arrival(PARTS + 1))
+
+
 @aggregate
 class ScatteredChunks:
     """The tiles of `chunks` chunks of A, from the `first` behind the own one on; the `problem` of `roles`."""
@@ -96,8 +126,7 @@ class ScatteredChunks:
     partial_desc: tma.tensor_descriptor
     pointers: gl.tuple  # to this rank's addend, or None; to staged sums
     counts_ptr: gl.tensor
-    stored: gl.shared_memory_descriptor  # mbarriers, see above
-    arrived: gl.shared_memory_descriptor  # an mbarrier for each part of the own rows; one for all permits
+    handovers: Handovers
     table_ptr: gl.tensor  # of `exchange.stores`
     m: gl.tensor
     N: gl.tensor
@@ -111,8 +140,6 @@ class ScatteredChunks:
     k_blocks: gl.tensor
     config: Config
     WORLD: gl.constexpr
-    STORERS: gl.constexpr  # partitions that store, in turn
-    SLOTS: gl.constexpr  # of `stored`
     STORES: gl.constexpr  # to the peers' memory; else to the partial sums
 
     @gluon.jit
@@ -160,7 +187,8 @@ class ScatteredChunks:
         """
         complete_stores()
         partition_barrier()
-        mbarrier.arrive(self.stored.index(ring_slot(visit, self.SLOTS)), count=1)
+        slot = ring_slot(visit, slots_of_visits(self.config.NUM_BUFFERS))
+        mbarrier.arrive(self.handovers.stored.index(slot), count=1)
 
     @gluon.jit
     def store(self, number, epilogue, accumulator, row, col, STORER: gl.constexpr):
@@ -168,13 +196,13 @@ class ScatteredChunks:
         if number < self.first_own():
             part = self.with_sums(accumulator, number, row, col, 0)
             if self.STORES:
-                mbarrier.wait(self.arrived.index(PARTS), 0)
+                mbarrier.wait(self.handovers.arrived.index(PARTS), 0)
                 to_ptr, pitch = self.place_there(number)
                 epilogue.store_to(part, to_ptr, pitch, col, self.N, STORER)
             else:
                 epilogue.into(self.partial_desc).store(part, row, col, STORER)
         else:
-            mbarrier.wait(self.arrived.index(self.parts_until(row) - 1), 0)
+            mbarrier.wait(self.handovers.arrived.index(self.parts_until(row) - 1), 0)
             sums = self.with_sums(accumulator, number, row, col, self.WORLD - 1)
             epilogue.store(sums, row, col, STORER)
 
@@ -217,9 +245,10 @@ class ScatteredChunks:
         if self.STORES:
             self.await_permits(number, visit)
         if number < self.first_own():
-            following = visit + self.STORERS  # that of the same partition
-            slot = ring_slot(following, self.SLOTS)
-            mbarrier.wait(self.stored.index(slot), ring_phase(following, self.SLOTS))
+            SLOTS: gl.constexpr = slots_of_visits(self.config.NUM_BUFFERS)
+            following = visit + storers_of(self.config.VARIANT, self.config.TENSOR_MEMORY)
+            stored = self.handovers.stored.index(ring_slot(following, SLOTS))
+            mbarrier.wait(stored, ring_phase(following, SLOTS))
             tiles_per_chunk = self.tiles_m * self.tiles_n
             if self.STORES:
                 of_all = (tiles_per_chunk, self.m, self.table_ptr)
@@ -231,7 +260,7 @@ class ScatteredChunks:
             while known < needed:
                 rows = min((known + 1) * gl.cdiv(self.m, PARTS), self.m)
                 await_sums(rows, self.peers, self.WORLD)
-                mbarrier.arrive(self.arrived.index(known), count=1)
+                mbarrier.arrive(self.handovers.arrived.index(known), count=1)
                 known += 1
         return known
 
@@ -250,7 +279,7 @@ class ScatteredChunks:
             else:
                 for _ in range(2 * self.WORLD):  # longer than that program waits for its peers
                     poll_until(come_ptr, 1, self.peers.patience_ticks, False)
-            mbarrier.arrive(self.arrived.index(PARTS), count=1)
+            mbarrier.arrive(self.handovers.arrived.index(PARTS), count=1)
 
     @gluon.jit
     def notified(self):
@@ -320,14 +349,7 @@ def specialized_gemm_reduce_scatter(
         *(VARIANT, BLOCK_M, BLOCK_N, EXTRA_N, 2 * BLOCK_K // ITEM_BYTES, NUM_BUFFERS, STORE_N, STORE_BUFFERS),
         *(GROUP_M, TENSOR_MEMORY, False, TRANS_B, False, JOINED, ITEM_BYTES),
     )
-    SLOTS: gl.constexpr = slots_of_visits(NUM_BUFFERS)
-    stored = allocate_mbarriers(SLOTS)
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(stored.index(i), count=1)
-    # The last one, which is for STORES alone, must not be allocated alone.
-    arrived = allocate_mbarriers(PARTS + 1)
-    for i in gl.static_range(PARTS + 1):
-        mbarrier.init(arrived.index(i), count=1)
+    handovers = Handovers.create(slots_of_visits(NUM_BUFFERS))
     m = M // WORLD
     tiles_m = gl.cdiv(m, BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N + EXTRA_N)
@@ -337,11 +359,9 @@ def specialized_gemm_reduce_scatter(
         Pointwise(scales, biases, M, N, "none", False),
         partial_desc,
         (addend_ptr, staged_ptr),
-        *(counts_ptr, stored, arrived, table_ptr, m, N, K, capacity, first, chunks),
+        *(counts_ptr, handovers, table_ptr, m, N, K, capacity, first, chunks),
         *(tiles_m, tiles_n, chunks * tiles_m * tiles_n),
         *(gl.cdiv(K, config.BLOCK_K), config, WORLD),
-        2 if VARIANT == "pingpong" and not TENSOR_MEMORY else 1,
-        SLOTS,
         STORES,
     )
     pointwise = Pointwise((None, None, 1), biases, M, N, "none", False)
