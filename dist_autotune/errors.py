@@ -45,11 +45,11 @@ class PeerHasNoConfig(PeerFailed, NoValidConfig):
 
 
 class LaunchTimeout(TuningError, TimeoutError):
-    """The device did not end a launch in time; the message names what was running."""
+    """The device did not end a launch in time; the message names the launches that were running."""
 
 
 class LaunchFailed(TuningError, RuntimeError):
-    """The device reported an error during a run; the message names what the run had launched."""
+    """The device reported an error during a run; the message names the launches of the run."""
 
 
 class CaptureFailed(TuningError, RuntimeError):

@@ -1,4 +1,4 @@
-"""For operations that launch tuned kernels, beside the public names: those of `dist_autotune.kernels`."""
+"""Names that operations of `dist_autotune.kernels` use beside the public ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 
 
 def announce(line: str) -> None:
-    """Let the report of the session whose run this is have a line about an operation in it."""
+    """Add a line about an operation to the report of the session under way."""
     call = INTERCEPTION.call_here() if INTERCEPTION.calls else None
     if call is not None and call.announced is not None:
         call.announced[line] = None

@@ -45,7 +45,7 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 
 def one_line(text: str) -> str:
-    """Return `text` with its line ends as ` | `, and what a terminal would obey as Python writes it."""
+    """Return `text` on one line: line ends as ` | `, control characters escaped as Python does."""
     if text.isprintable():
         return text.strip()
     line = " | ".join(line.strip() for line in text.splitlines() if line.strip())

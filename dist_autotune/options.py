@@ -188,7 +188,7 @@ class Options:
         settings.check_overhead("overhead", self.overhead)
 
     def _check_objects(self) -> None:
-        """Raise InvalidOption for an object that is not what its option takes."""
+        """Raise InvalidOption for an object that its option does not take."""
         for method in ("start", "stop", "read_ms") if self.clock is not None else ():
             if not callable(getattr(self.clock, method, None)):
                 raise InvalidOption(f"clock={self.clock!r} has no method {method}(): see dist_autotune.Clock")
@@ -299,7 +299,7 @@ def made_by(owner: str, lacking: Sequence[str] = (), /, *by_position: Any, **by_
 
 
 def help_texts() -> dict[str, str]:
-    """Return what the docstring of `Options` says of each option, on one line."""
+    """Return the line on each option in the docstring of `Options`."""
     args = inspect.cleandoc(Options.__doc__ or "").partition("Args:\n")[2]
     found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", args, re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in found}

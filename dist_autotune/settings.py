@@ -131,7 +131,7 @@ def overhead() -> float | None:
 
 
 def check_overhead(name: str, value: object) -> float:
-    """Return the share as a number; raises InvalidOption for what is none above 0, up to MOST_OVERHEAD."""
+    """Return the share as a number; raises InvalidOption unless it is above 0 and at most MOST_OVERHEAD."""
     share = math.nan
     if isinstance(value, int | float | str) and not isinstance(value, bool):
         with contextlib.suppress(ValueError):
@@ -158,7 +158,7 @@ def cache_directory() -> Path | None:
 
 
 def variables() -> dict[str, str]:
-    """Return the variables that are set: DIST_AUTOTUNE_... and those of other projects that matter here."""
+    """Return the set variables: DIST_AUTOTUNE_..., and those of other programs that matter here."""
     names = [name for name in os.environ if name.startswith("DIST_AUTOTUNE_")]
     return {name: os.environ[name] for name in [*sorted(names), *OTHERS_VARIABLES] if os.environ.get(name)}
 

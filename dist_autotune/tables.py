@@ -66,7 +66,7 @@ def grouped(parts: Iterable[Group]) -> Group:
 
 
 def as_lines(*parts: RenderableType) -> list[str]:
-    """Return what is printed of the parts, none of their lines wrapped."""
+    """Return the printed lines of the parts, none wrapped."""
     console = Console(file=io.StringIO(), width=UNWRAPPED, color_system=None)
     with console.capture() as captured:
         console.print(*parts)

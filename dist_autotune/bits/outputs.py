@@ -50,7 +50,7 @@ class OutputDigests:
 
 
 class OutputComparison:
-    """The outputs of this rank's runs in one session; `named` are those beside the result.
+    """The outputs of this rank's runs in one session; `named`: outputs beside the result.
 
     Outputs are compared with those of the first of the compared runs in a row. The session's first run only
     tells whether there are any.

@@ -81,7 +81,7 @@ def report(
         typer.Option("--all-candidates", help="List every candidate, not the 10 fastest of 10 contexts."),
     ] = False,
 ) -> None:
-    """Show what the logs tell: winners, spread over ranks, stragglers, what each rank alone would choose."""
+    """Show the logs: winners, spread over ranks, stragglers, the choice of each rank alone."""
     history = _read(directory)
     shown = _chosen(history, kernel, every)
     if html is None:

@@ -1,4 +1,4 @@
-"""What the commands print: on a terminal and into a pipe no wider than COLUMNS; errors as one line."""
+"""Output of the commands: on a terminal and into a pipe no wider than COLUMNS; errors as one line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OneLineErrors(TyperGroup):
 
 
 def print_ending(found: Sequence[Findings], remark: str) -> None:
-    """Print on stderr what the functions of a program have found, then totals; a pipe gets whole lines."""
+    """Print the reports of a program's functions on stderr, then totals; a pipe gets whole lines."""
     console = open_console(stderr=True)
     show = functools.partial(console.print, sep="\n", soft_wrap=True)
     for report in (each.report for each in found):

@@ -1,4 +1,4 @@
-"""Binaries in Triton's cache, where the processes of a host find what one of them has compiled."""
+"""Binaries in Triton's cache, which the processes of a host share."""
 
 from __future__ import annotations
 

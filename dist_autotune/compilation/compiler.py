@@ -120,7 +120,7 @@ class CompileState(Struct, gc=False):
 
 
 class CompiledContext(Protocol):
-    """What the compiler reads and writes of a `RankContext`."""
+    """The part of a `RankContext` that the compiler reads and writes."""
 
     name: str
     compile: CompileState
@@ -151,7 +151,7 @@ class _Waiting:
 
 
 class Compiler:
-    """Compiles and loads what contexts `want`, when it is told to `advance`.
+    """Compiles and loads the candidates that contexts `want`, in `advance`.
 
     loading: entered, with context and candidate, while this process loads that candidate.
     """
@@ -274,7 +274,7 @@ class Compiler:
     # -- children ------------------------------------------------------------------------------------------
 
     def _to_compile(self) -> list[_Task]:
-        """Return what is not compiled, this rank's share of each context first."""
+        """Return the candidates left to compile, this rank's share of each context first."""
         return sorted((task for task in self._tasks if not task.is_compiled), key=lambda task: task.turn)
 
     def _compile(self) -> None:

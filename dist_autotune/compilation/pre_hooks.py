@@ -100,7 +100,7 @@ class TensorStub(torch.Tensor):
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorStub:
-        """Return a stub; raises what torch raises for a tensor without strides or address."""
+        """Return a stub; raises torch's error for a tensor without strides or address."""
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         stub = meta.as_subclass(TensorStub)
         stub._place = {fact: fact(tensor) for fact in _OF_PLACE}

@@ -1,1 +1,1 @@
-"""What works on this machine, and the next step where something does not; may import tuner, and kernels."""
+"""Checks this machine and names the next step for each fault; may import tuner, and kernels."""

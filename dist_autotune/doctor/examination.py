@@ -40,7 +40,7 @@ PACKAGES = re.compile(
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What a probe reported, and how it ended."""
+    """The report of a probe, and how it ended."""
 
     facts: dict[str, Any] = field(default_factory=dict)  # of the stages that ended well
     stage: str = STARTUP  # the latest
@@ -97,7 +97,7 @@ def _setting_error() -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of what is imported here, then of other packages that are installed."""
+    """Return the versions of imported packages, then of other installed ones."""
     imported = {
         "python": platform.python_version(),
         "dist_autotune": __version__,
@@ -110,7 +110,7 @@ def versions() -> dict[str, str | None]:
 
 
 def run_probe(probe: str, count: int, limit_s: float, environment: Mapping[str, str | None]) -> ProbeResult:
-    """Run a probe on `count` ranks; return what the rank that failed reported, else the last one.
+    """Run a probe on `count` ranks; return the report of the rank that failed, else of the last one.
 
     `environment`: variables that differ from this process's; None takes one out.
     """

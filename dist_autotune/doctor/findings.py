@@ -1,4 +1,4 @@
-"""Judges an examination of a machine: what works, what does not, and the next step."""
+"""Judges an examination of a machine: findings, and the next step for each fault."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def _join(rank: Rank) -> None:
 
 
 def _describe_devices(rank: Rank) -> Facts:
-    """Return the GPUs that torch sees and those that the driver lists."""
+    """Return the GPUs that torch sees, and the GPUs that the driver lists."""
     listed = collect_env.get_gpu_info(collect_env.run) or ""
     return {
         "names": [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())],

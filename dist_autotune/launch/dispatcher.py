@@ -1,4 +1,4 @@
-"""Launches kernels with the config that the run under way plans; `fast_path` launches what is settled."""
+"""Launches kernels with the config planned for the run under way; `fast_path` launches settled ones."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ class Dispatcher:
         return call
 
     def begin_apart(self) -> CallUnderWay:
-        """Begin a run without a trial, which launches at once what earlier ones have launched."""
+        """Begin a run without a trial: kernels that earlier ones launched are launched at once."""
         if self._model_apart is None:
             self.begin_run(tunes=False)
             self._model_apart = CallUnderWay(self, tunes=False, written=self._written)

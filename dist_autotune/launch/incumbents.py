@@ -65,7 +65,7 @@ class IncumbentLauncher:
 
     @staticmethod
     def _configs(launch: Launch) -> Iterator[Any]:
-        """Yield the configs in the order to try them: those of searches first."""
+        """Yield the configs in the order of trying, winners of searches first."""
         key, tuner = launch.key(), launch.tuner
         known = [tuner.cache[key]] if key in tuner.cache else []
         for call in list(INTERCEPTION.calls.values()):

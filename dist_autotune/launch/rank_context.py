@@ -132,7 +132,7 @@ class RankContext:
 
     @property
     def rest(self) -> str:
-        """Return what launches behind the first one take, where that has tried a slow one; "": the same.
+        """Return the candidate of later launches in a run whose first one tried a slow one; "": the same.
 
         What a checkpoint computes once more in the backward pass takes what it took before.
         """
@@ -177,7 +177,7 @@ class RankContext:
         return {c: reason for c, reason in self.bans.items() if c not in self.reported_bans}
 
     def announce(self, order: ContextOrder, reported_bans: Collection[str]) -> None:
-        """Take over the record that follows from this rank's report; what chose its first candidate goes."""
+        """Take over the record that follows from this rank's report; drop times of other keys."""
         self.order, self.announced = order, True
         if reported_bans:
             self.reported_bans = self.reported_bans.union(reported_bans)

@@ -250,7 +250,7 @@ class Registry:
         return running or trials or [text for _, text in chosen]
 
     def meet_apart(self, contexts: Iterable[RankContext]) -> None:
-        """Let the next report announce those that are new, though only earlier runs have launched them."""
+        """Let the next report announce new contexts that only earlier runs have launched."""
         self._met_apart.update(each for each in contexts if each.order is None and len(each.texts) > 1)
 
     def report_run(self, *, waits: bool) -> dict[str, Part]:

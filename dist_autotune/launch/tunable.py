@@ -78,7 +78,7 @@ class Choices:
         among: Iterable[str] = (),
         replaces: bool = True,
     ) -> None:
-        """Keep the digest of a settled option. among: those of all options.
+        """Keep the digest of a settled option. among: the digests of all options.
 
         agreed_by: the ranks that took it together; (): one rank chose for itself.
         replaces: also where another option is kept.

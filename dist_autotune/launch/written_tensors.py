@@ -52,7 +52,7 @@ class WrittenTensors:
         self._lock = fork_safe_lock()
 
     def begin_runs(self, result: object = None, *, records: bool = False) -> None:
-        """From now on copy what launches change, unless a run has allocated it; copy `result` at once.
+        """Begin to copy tensors that launches change, unless a run allocated them; copy `result` at once.
 
         records: keep what kernels are given, for `changed`.
         """
@@ -77,7 +77,7 @@ class WrittenTensors:
         self.given = None
 
     def keep(self, launch: Launch) -> None:
-        """Copy what a launch changes, unless there is a copy; raises TuningError where no memory is left."""
+        """Copy the tensors that a launch changes, once each; raises TuningError without memory for a copy."""
         names = written_arguments(launch.tuner)
         if not names and self.given is None:
             return
@@ -114,7 +114,7 @@ class WrittenTensors:
             self._copies[region] = values, stream, name
 
     def changed(self) -> dict[Region, str]:
-        """Return, with names, what was there before the call and may have been changed since; record no more.
+        """Return, by name, tensors from before the call that may have been changed since; stop recording.
 
         What launches were given, without what their kernels say that they change, and what torch has changed.
         """
@@ -166,7 +166,7 @@ def region_of(tensor: torch.Tensor) -> Region | None:
 
 
 def tensor_of(region: Region) -> torch.Tensor | None:
-    """Return what lies there now, each element once; None: its memory is gone, or was made smaller.
+    """Return the present elements of a region, each once; None: its memory is gone, or was made smaller.
 
     A tensor of its own: the user's has a version that autograd compares.
     """
@@ -196,7 +196,7 @@ def written_arguments(tuner: Any) -> tuple[str, ...]:
 
 
 def _tensors() -> list[torch.Tensor]:
-    """Return all tensors that Python knows, and their gradients: Python may not have seen those."""
+    """Return all tensors that Python knows, and their gradients, which Python may not have seen."""
     with torch._C.DisableTorchFunctionSubclass():
         kinds = _and_subclasses(torch.Tensor)
         found = instances({kind for kind in kinds if not kind.__module__.startswith(_OF_OTHERS)})

@@ -1,4 +1,4 @@
-"""How far a session is, for people: a bar where stderr is a terminal, else a few lines."""
+"""The progress of a session on stderr: a bar on a terminal, else a few lines."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class RunTimed(Record, frozen=True, kw_only=True, tag="run_timed"):
 
 
 class Merged(Record, frozen=True, kw_only=True, tag="merged"):
-    """What all ranks together said of a run: the next plan follows from this and nothing else."""
+    """The reports of all ranks on a run, merged: the next plan follows from this alone."""
 
     run: int
     payload: dict[str, Any]  # a `RunReport` without facts; fields at defaults are left out

@@ -113,7 +113,7 @@ class SessionLog(contextlib.AbstractContextManager["SessionLog"]):
 
 @dataclass
 class _Context:
-    """What the lines about one context need from its earlier records."""
+    """Fields of a context's earlier records that its later lines show."""
 
     label: str
     candidates: int = 0  # 0: its admission was not seen
@@ -186,7 +186,7 @@ class LogLines:
         return _facts(record)
 
     def _of_config(self, context: _Context, record: records.ConfigRecord) -> list[str]:
-        """Return what a record says of a config, in parts."""
+        """Return the parts of a line on a config."""
         match record:
             case records.Trial():
                 kind = "incumbent" if record.kind == "incumbent" else f"{record.kind} {record.k}"

@@ -1,1 +1,1 @@
-"""How the ranks of a group exchange bytes, and how each wait ends; may import no other room."""
+"""Exchanges bytes between the ranks of a group; every wait is bounded. Imports no other room."""

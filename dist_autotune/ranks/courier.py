@@ -44,7 +44,7 @@ def has_ended(operation: Future[Any], limit_s: float) -> bool:
 
 
 def result_of(operation: Future[T], limit_s: float = OPERATION_S) -> T:
-    """Return what an operation returns; raises StoreLost, also where it does not end in time."""
+    """Return the result of an operation; raises StoreLost, also where it does not end in time."""
     try:
         return operation.result(limit_s)
     except TimeoutError:
@@ -68,7 +68,7 @@ class Courier:
         self.start(lambda connection: None)  # connect now: later the host may have gone
 
     def start(self, operation: Callable[[Any], T]) -> Future[T]:
-        """Let the thread call `operation` with its connection, behind what it was given before.
+        """Queue `operation`: the thread calls it with its connection, after earlier ones.
 
         Behind `close` it fails at once.
         """
@@ -79,7 +79,7 @@ class Courier:
         return future
 
     def do(self, operation: Callable[[Any], T], limit_s: float = OPERATION_S) -> T:
-        """Return what the operation returns; raises StoreLost where it does not end in time."""
+        """Return the result of the operation; raises StoreLost where it does not end in time."""
         if self._connection is None:  # the store's host may ask a name server who it is that connects
             limit_s = max(limit_s, CONNECT_S)
         return result_of(self.start(operation), limit_s)
@@ -225,7 +225,7 @@ def prefix_of(group: Any, ranks: Sequence[int]) -> str:
 
 
 def _hosts_of(store: Any) -> tuple[int, ...]:
-    """Return the ranks whose end is the store's."""
+    """Return the ranks that host the store: it ends with them."""
     return (0,) if _is_tcp(store) and not settings.agent_has_store() else ()
 
 

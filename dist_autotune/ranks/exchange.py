@@ -43,7 +43,7 @@ class FailedExchange(Struct, frozen=True):
     text: str
 
     def on(self, rank: int) -> TuningError:
-        """Return what this rank raises."""
+        """Return the error that this rank raises."""
         kind: Any = KINDS[self.kind]
         if not issubclass(kind, PeerFailed):
             return kind(self.text, self.ranks)  # type: ignore[no-any-return]
@@ -56,7 +56,7 @@ _to_bytes, _read_failure = msgpack.Encoder().encode, msgpack.Decoder(FailedExcha
 
 
 class ExchangeWait(Struct, frozen=True):
-    """What an exchange is for, and how long a rank waits in it.
+    """The purpose of an exchange, and the longest wait in it.
 
     patience_s: after so long it ends, where those that are missing are in no call (`tell_idle`).
     """
@@ -139,7 +139,7 @@ class Exchanges:
         self._at_once(lambda store: store.add(_idle_key(self._rank), 1))
 
     def leave(self) -> None:
-        """Leave the session whose last exchange this rank has made."""
+        """Leave a session, after its last exchange."""
         if self._tells_idle:
             self._tells_idle = False
             self._at_once(lambda store: store.delete_key(_idle_key(self._rank)))
@@ -185,7 +185,7 @@ class Exchanges:
         return result_of(writing, self._limit_s)
 
     def _awaited(self, waiting: Future[T], number: int, wait: ExchangeWait) -> T | None:
-        """Return what the courier's operation returns; None: a peer has failed, or the time is up."""
+        """Return the result of the courier's operation; None: a peer has failed, or the time is up."""
         began, timeout_s = time.monotonic(), wait.timeout_s
         deadline, latest = began + timeout_s, began + PATIENCE * timeout_s
         looking, beats, beats_key, mine = None, 0, f"{number}/beats", f"{number}/{self._rank}"
@@ -299,7 +299,7 @@ class Exchanges:
             self.close()
 
     def _wait_for(self, operation: Callable[[Any], T]) -> Future[T]:
-        """Start an operation that may wait for peers, behind those before."""
+        """Queue an operation that may wait for peers."""
         assert self._courier is not None
         return self._courier.start(self._with_prefix(operation))
 

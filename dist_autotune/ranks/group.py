@@ -1,4 +1,4 @@
-"""The ranks of a session: those of a process group, or one rank alone. The lowest rank decides.
+"""The ranks of a session: a process group, or one rank alone. The lowest rank decides.
 
 No collective of the user's is touched; every wait has a limit.
 """
@@ -47,7 +47,7 @@ class RankGroup:
         """Let the peers know while this rank has a session open and is in no call; False: no longer."""
 
     def leave(self) -> None:
-        """Delete what the last exchange has left in the store: to be called by all ranks behind a session."""
+        """Delete the keys that the last exchange left in the store; all ranks call it after a session."""
 
     def new_turns(self, name: str) -> Turns | None:
         """Return what asks for the turns of a function of this name; None: a rank alone asks nobody."""
@@ -131,7 +131,7 @@ class ProcessGroup(RankGroup):
         return has_turn
 
     def _asked_by(self, ranks: tuple[int, ...]) -> dict[int, str]:
-        """Return the functions for whose turn other ranks have asked last, and not had it."""
+        """Return the functions for which other ranks wait for the turn."""
         keys = {rank: f"{self._prefix}/asks/{rank}" for rank in ranks if rank != self.rank}
 
         def read(store: Any) -> dict[int, str]:

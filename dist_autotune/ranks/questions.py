@@ -83,7 +83,7 @@ class Letter(Struct, frozen=True, omit_defaults=True):
             store.delete_key(self.key(part))
 
     def at(self, store: Any) -> dict[int, str]:
-        """Return how far ranks are, of those that have told."""
+        """Return the number of calls of each rank that has told it."""
         keys = {rank: self.key(f"/at/{rank}") for rank in self.ranks}
         return {rank: bytes(store.get(key)).decode() for rank, key in keys.items() if store.check([key])}
 
@@ -174,7 +174,7 @@ class CallCount:
 
 
 class Questions:
-    """What this process asks its peers about settled calls, and answers them."""
+    """Asks peers about settled calls, and answers their questions."""
 
     def __init__(self, to_store: Connections) -> None:
         self.do = to_store.scout.do

@@ -1,1 +1,1 @@
-"""What the runs of one replayed call share: state put back, arguments handed out anew. May import launch."""
+"""Repeats a call: puts state back between its runs, hands arguments out anew. May import launch."""

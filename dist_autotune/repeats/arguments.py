@@ -35,7 +35,7 @@ class Arguments:
         return any(_parts(live) != _parts(saved) for live, saved in self._held)
 
     def restore(self) -> None:
-        """Put back what the containers held. They stay the same objects."""
+        """Put back the contents of the containers, which stay the same objects."""
         for live, saved in self._held:
             if _parts(live) != _parts(saved):
                 live.clear()

@@ -27,7 +27,7 @@ class InPlaceCheck:
         self.remark = ""  # why nothing is compared
 
     def copy(self) -> None:
-        """Copy what the first run may have changed."""
+        """Copy the tensors that the first run may have changed."""
         named = self._written.changed()
         there = {region: tensor for region in named if (tensor := tensor_of(region)) is not None}
         for device in {tensor.device for tensor in there.values()}:
@@ -45,7 +45,7 @@ class InPlaceCheck:
         return bool(self._copies)
 
     def change(self) -> str:
-        """Return what the second run has left other than the first one; "": nothing."""
+        """Return the tensors that the second run left with other values than the first one; "": none."""
         for region, (name, before) in self._copies.items():
             after = tensor_of(region)
             if after is not None and _differ(before, after):
@@ -53,7 +53,7 @@ class InPlaceCheck:
         return ""
 
     def put_back(self) -> None:
-        """Put back what the first run left."""
+        """Put back the values that the first run left."""
         for region, (_, values) in self._copies.items():
             with torch.inference_mode(False), torch.no_grad():
                 if (there := tensor_of(region)) is not None:

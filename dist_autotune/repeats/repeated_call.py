@@ -1,4 +1,4 @@
-"""One call of a function that is run again and again: each run finds what the first one found."""
+"""One call of a function that is repeated: each run finds the arguments of the first one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RepeatedCall(Generic[T]):
         self._saved = SavedTensors()
 
     def __call__(self) -> T:
-        """Make one run; what it raises says that it was a repetition."""
+        """Make one run; an exception from it says that it was a repetition."""
         self._arguments.restore()
         self._runs += 1
         try:
@@ -56,17 +56,17 @@ class RepeatedCall(Generic[T]):
             raise
 
     def end(self, *, with_first: bool = False) -> None:
-        """End with the last run, or the first one: the caller's autograd hooks get what it has saved."""
+        """End with the last run, or the first one: the caller's autograd hooks get its saved tensors."""
         self._saved.pass_on(0 if with_first else -1)
 
     def end_beside(self) -> None:
-        """End with what the settled run has left."""
+        """End with the effects of the settled run."""
         if self._left is not None:
             self._left.restore()
 
 
 class SavedTensors:
-    """In a `with` block, keeps what autograd saves from the hooks of the caller, as `checkpoint` has them.
+    """In a `with` block, keeps autograd's saved tensors from hooks of the caller, such as `checkpoint`'s.
 
     They must see one execution: `pass_on` gives them what the first or the last block has saved, in order.
     """
@@ -94,7 +94,7 @@ class SavedTensors:
         return saved
 
     def pass_on(self, run: int) -> None:
-        """Give the hooks what the first block (0) or the last one (-1) has saved."""
+        """Give the hooks the saved tensors of the first block (0) or the last one (-1)."""
         if self._outer is None:
             return
         pack, unpack = self._outer
@@ -107,13 +107,13 @@ class SavedTensors:
 
 
 def saved_tensor_hooks() -> tuple[Hook, Hook] | None:
-    """Return the hooks of the caller that autograd calls with what it saves."""
+    """Return the caller's hooks for tensors that autograd saves."""
     hooks: tuple[Hook, Hook] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
 
 class _Saved:
-    """A saved tensor, or what the caller's hook has made of it."""
+    """A saved tensor, or the value that the caller's hook made from it."""
 
     __slots__ = ("__weakref__", "packed", "tensor", "unpack")
 

@@ -1,4 +1,4 @@
-"""Makes one call's runs until its session is over, and puts back between them what they change."""
+"""Makes the runs of one call until its session is over, and puts state back between them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Runs(Protocol):
         """Make the block, which makes the call, one run; raises PutAside where peers do not come."""
 
     def take_result(self, result: Any) -> None:
-        """Take in what the run under way returns."""
+        """Take the result of the run under way."""
 
     def repeat_run(self, call: RepeatedCall[Any]) -> None:
         """Make the last run once more: its configs again, no samples."""
 
     def found_in_place(self, found: str) -> str:
-        """Return what the lowest rank has found that has found something."""
+        """Return the finding of the lowest rank that has one."""
 
     def note(self, text: str) -> None:
         """Write a line of the log."""
@@ -125,7 +125,7 @@ class Replay(Generic[T]):
         return self._beside[0]
 
     def _put_back(self) -> None:
-        """Put back what kernels are declared to change, and what is preserved."""
+        """Put back tensors that kernels declare as changed, and preserved state."""
         if (names := self._written.restore()) and not self._has_told:
             self._has_told = True
             text = f"put back before each further run, as restore_value or reset_to_zero names it: {names}"
@@ -133,7 +133,7 @@ class Replay(Generic[T]):
         self._snapshot.restore()  # last: it is from before the call
 
     def _keep_first(self, result: T) -> None:
-        """Copy what the first run may have changed; keep its result if some rank has something to compare."""
+        """Copy tensors that the first run may have changed; keep its result if some rank compares."""
         if self._check is not None:
             self._check.copy()
             if self._check.remark:

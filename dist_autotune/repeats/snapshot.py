@@ -88,7 +88,7 @@ def _kind(item: Any) -> str:
 
 
 def _opened(item: Any) -> tuple[list[_Restore], list[Any]]:
-    """Return what puts an object's own state back, and the objects that it keeps."""
+    """Return functions that put an object's own state back, and the objects that it keeps."""
     if isinstance(item, torch.Tensor):
         attributes = getattr(item, "__dict__", {})  # such as `main_grad`
         gradient = item.grad if item.is_leaf and item.requires_grad else None
@@ -170,7 +170,7 @@ class _Slots(MutableMapping[str, Any]):
 
 
 def _attributes(value: Any) -> list[MutableMapping[str, Any]]:
-    """Return what holds an object's attributes: its `__dict__`, its slots, both or none."""
+    """Return the holders of an object's attributes: its `__dict__`, its slots, both or none."""
     attributes = getattr(value, "__dict__", None)
     kept: list[MutableMapping[str, Any]] = [attributes] if isinstance(attributes, dict) else []
     has_slots = any(vars(kind).get("__slots__") for kind in type(value).__mro__)
@@ -185,7 +185,7 @@ def _is_of_library(value: Any) -> bool:
 
 
 def _bindings(live: MutableMapping[Any, Any], belongs: Callable[[Any], bool]) -> _Restore:
-    """Put back what names are bound to. An object that is no state and was made by a run stays."""
+    """Put back the bindings of names. An object that is no state and was made by a run stays."""
     known, saved = {*live}, {name: value for name, value in live.items() if belongs(value)}
 
     def restore() -> None:

@@ -1,1 +1,1 @@
-"""What the logs of sessions tell: histories, figures, tables, an HTML page, a trace."""
+"""Reads the logs of sessions: histories, figures, tables, an HTML page."""

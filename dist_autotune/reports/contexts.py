@@ -1,4 +1,4 @@
-"""Contexts of a session as its ranks logged them: agreed times, spread, what each rank would choose."""
+"""Contexts of a session as its ranks logged them: agreed times, spread, the choice of each rank alone."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def shared_parts(context: ContextHistory) -> tuple[str, ...]:
 
 
 def short_config(candidate: CandidateHistory, shared: Sequence[str]) -> str:
-    """Return a candidate's config without what all candidates share."""
+    """Return a candidate's config without the fields that all candidates share."""
     own = [part for part in config_parts(candidate.config) if part not in shared]
     return ", ".join(own) or config_label(candidate.config)
 
@@ -231,7 +231,7 @@ def _counts(context: ContextHistory, shown: int) -> str:
 
 
 def _candidates_note(context: ContextHistory) -> str:
-    """Return the note below the candidates: what all share, and what each rank would choose."""
+    """Return the note below the candidates: shared fields, and the choice of each rank alone."""
     shared = shared_parts(context)
     notes = [f"All: {', '.join(shared)}."] if shared else []
     if [choice for choice, _ in ranks_by_choice(context)] == [context.winner]:

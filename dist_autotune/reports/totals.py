@@ -1,4 +1,4 @@
-"""The totals of a job: what all its functions and loops have found together."""
+"""The totals of a job, over all its functions and loops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ UNSETTLED = ("tuning", "unfinished", "partial")  # statuses
 
 
 def total_lines(found: Sequence[Findings]) -> Iterator[str]:
-    """Yield lines: contexts by status, what stays untuned and why, gains, costs, where the report is."""
+    """Yield lines: contexts by status, untuned keys with reasons, gains, costs, the place of the report."""
     contexts = [context for each in found for context in each.contexts]
     settled = sum(context.status not in UNSETTLED for context in contexts)
     statuses = Counter(context.status for context in contexts)

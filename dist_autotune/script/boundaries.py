@@ -84,7 +84,7 @@ class OptimizerSteps:
 
 
 class _StepHooks:
-    """Finds the series of steps, from what autograd does between them."""
+    """Finds the series of steps, by the work of autograd between them."""
 
     def __init__(self, steps: OptimizerSteps, end_run: Callable[[], None]) -> None:
         import torch
@@ -171,7 +171,7 @@ class NamedCalls:
                 yield
 
     def _replace(self, module: ModuleType, end_run: Callable[[], None]) -> Callable[[], None]:
-        """Wrap the function; return what puts it back."""
+        """Wrap the function; return a function that puts it back."""
         owner, last = module, self._path[-1]
         try:
             for part in self._path[:-1]:

@@ -25,7 +25,7 @@ class Program:
         return self.target if self.is_module else os.path.basename(self.target)
 
     def run(self) -> None:
-        """Run it as `__main__`, as Python would. What it raises, SystemExit too, is the caller's.
+        """Run it as `__main__`, as Python would; its exceptions, SystemExit too, reach the caller.
 
         A traceback of what nobody catches begins with the program's own frames.
         """
@@ -53,7 +53,7 @@ def _run_file(path: str) -> None:
 
 
 def _hide_callers(error: BaseException) -> None:
-    """Let `sys.excepthook` show of `error` what the program's frames add to the traceback."""
+    """Let `sys.excepthook` show only the program's frames in the traceback of `error`."""
     hook, own = sys.excepthook, error.__traceback__
     while own is not None and own.tb_frame.f_code.co_filename in (
         __file__,

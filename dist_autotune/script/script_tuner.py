@@ -1,4 +1,4 @@
-"""Tunes a whole program: a run is what lies between two boundaries."""
+"""Tunes a whole program; a run lasts from one boundary to the next."""
 
 from __future__ import annotations
 

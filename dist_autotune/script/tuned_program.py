@@ -33,7 +33,7 @@ class TunedProgram:
 
     @property
     def findings(self) -> list[Findings]:
-        """What was found: by the program first, then by the functions and loops that it tunes itself."""
+        """The findings of the program first, then of the functions and loops that it tunes itself."""
         return sorted(TUNERS.findings(), key=lambda each: (each.name != self._name, each.name))
 
     @property
@@ -59,7 +59,7 @@ class TunedProgram:
         return "" if self._tuner.lost is None else f"Tuning ended early: {self._tuner.lost}"
 
     def run(self) -> None:
-        """Run the program to its end. What it raises, SystemExit too, is the caller's."""
+        """Run the program to its end; its exceptions, SystemExit too, reach the caller."""
         TUNERS.watch()
         try:
             with (

@@ -1,1 +1,1 @@
-"""What to try next, and what wins: state that the deciding rank holds. Imports no torch or Triton."""
+"""Chooses trials and winners: state that the deciding rank holds. Imports no torch or Triton."""

@@ -22,7 +22,7 @@ SLOW = 2.0  # times the fastest: such a candidate is tried in one launch of a ru
 
 
 class RunVerdict(enum.Enum):
-    """What whole runs have said of a context in this search, beside its winner.
+    """The verdict of whole runs on a context in this search, beside its winner.
 
     The phase that judges it writes it, at its end or at that of a turn; `SearchState` sets it back where a
     search begins.
@@ -34,7 +34,7 @@ class RunVerdict(enum.Enum):
 
 
 class NextRun(Struct, frozen=True, gc=False):
-    """What the phase under way plans for the next run; `SearchState` replaces it before each."""
+    """The phase's plan for a context in the next run; `SearchState` replaces it before each run."""
 
     candidate: int | None = None  # None: the context's own trial, or its incumbent
     is_compared: bool = False  # the run compares its bits
@@ -117,7 +117,7 @@ class Context(SharedContext):
 
     @property
     def best_so_far(self) -> int:
-        """Return what runs without a trial launch: online the fastest that is known, else the incumbent."""
+        """Return the candidate of runs without a trial: online the fastest so far, else the incumbent."""
         incumbent = self.incumbent
         if self.search.rules.mode != "online" or not self.is_tuned_by_launches:
             return incumbent
@@ -129,7 +129,7 @@ class Context(SharedContext):
 
     @property
     def rest(self) -> int:
-        """Return what launches behind the first one take where it tries a slow candidate; -1: the same."""
+        """Return the candidate of later launches in a run whose first one tries a slow one; -1: the same."""
         if not (self.next_run.is_spared and self.is_racing and self.is_tuned_by_launches):
             return -1
         assert self.trial is not None
@@ -161,13 +161,13 @@ class Context(SharedContext):
 
     @property
     def device_ms(self) -> tuple[float, float]:
-        """Return what the incumbent takes on the device, at least and at most; zeros: not known."""
+        """Return the incumbent's ms on the device, at least and at most; zeros: not known."""
         ms = self.times.agreed_ms(self.incumbent)
         return least(ms), float(ms)
 
     @property
     def saved_ms(self) -> float:
-        """Return what the fastest config so far saves of the device in a run, as far as times tell."""
+        """Return the device's ms that the fastest config so far saves in a run; 0.0: none known."""
         if (best := self.best_so_far) == self.default:
             return 0.0
         first_ms, ms = (float(self.times.agreed_ms(index)) for index in (self.default, best))
@@ -182,7 +182,7 @@ class Context(SharedContext):
         return {text: LaunchMs(ms, fills.get(text, 1.0)) for text, ms in so_far.items() if ms > 0}
 
     def apply(self, part: AgreedPart) -> None:
-        """Apply what ranks say of a run, whatever it was for: failures, launches, share of the device."""
+        """Apply the reports on any run: failures, launches, share of the device."""
         self.apply_bans(part.bans)
         self.ranks = max(self.ranks, part.ranks)
         index = self.index_of(part.ran)
@@ -191,7 +191,7 @@ class Context(SharedContext):
             self.shares[index] = max(self.shares.get(index, 0.0), part.share / 1000)
 
     def ban_missing(self, announcement: Announcement) -> None:
-        """Ban what some rank does not have among its candidates."""
+        """Ban candidates that some rank does not have."""
         missing = [digest for digest in self.digests if digest not in announcement.shared]
         self.apply_bans(dict.fromkeys(missing, (announcement.rank, NOT_SHARED)))
 

@@ -1,4 +1,4 @@
-"""The search of one context: drives its flow with what the ranks agreed, and settles it."""
+"""The search of one context: sends agreed times to its flow, and settles the context."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class ContextSearch:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Drop what led a search that is over, as its context is kept: the times of other keys are many."""
+        """Drop the inputs of a search that is over, such as times of other keys: its context is kept."""
         self._final_order = _FinalOrder(self.most_tried, self.outside_indices, self.untried)
         self._order, self._ran, self._told, self._meanwhile = None, _NONE, {}, Meanwhile
 
@@ -221,7 +221,7 @@ class ContextSearch:
 
     @property
     def not_fastest(self) -> str:
-        """Return why the winner is not the fastest of those that were timed; empty: it is."""
+        """Return why the winner is not the fastest of the timed candidates; empty: it is."""
         context = self._context
         known = dict(context.times.known(context.banned)) if context.settled else {}
         winner = context.winner

@@ -1,4 +1,4 @@
-"""What all ranks call a kernel: the same on all of them, as it follows from what they announced."""
+"""The shared names of kernels: equal on all ranks, as they follow from the announcements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class KernelFamilies:
         self._siblings: dict[str, int] = {}  # by family: on one rank, at most
 
     def unite(self, announced: Mapping[str, Announcement], known: Container[str]) -> dict[str, str]:
-        """Return new names for announced contexts, by the old: one name for what is one context.
+        """Return new names for announced contexts, by the old ones: one name for each context.
 
         Where no rank has several Autotuners of a function, those of all ranks are one kernel, though their
         configs may differ. `known`: contexts whose names stand.

@@ -1,4 +1,4 @@
-"""What a rank reports to the deciding rank: one message an exchange."""
+"""The messages of a rank to the deciding rank: one per exchange."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Upgrade: TypeAlias = tuple[int, str, tuple[str, ...]]
 
 
 class Offer(Struct, frozen=True, order=True):
-    """What a rank has on disk for one key of a kernel."""
+    """A rank's result on disk for one key of a kernel."""
 
     rank: int
     winner: str  # digest
@@ -62,7 +62,7 @@ class Announcement(Struct, frozen=True, omit_defaults=True):
     fills: tuple[float, ...] = ()  # how much of the SMs' time launches fill, as in `order`; then told ones do
 
     def raced_first(self) -> tuple[str, list[tuple[str, str]]]:
-        """Return what an old result was found with, and all candidates, those that are raced again first.
+        """Return the versions of an old result, and all candidates, first those that are raced again.
 
         Where ranks share fewer than two of those: nothing, and the order as announced.
         """
@@ -85,7 +85,7 @@ class Announcement(Struct, frozen=True, omit_defaults=True):
 
 
 class LaunchReport(Struct, frozen=True, omit_defaults=True):
-    """What one rank, or all, say of one context after a run, or of the run as a whole."""
+    """A report on one context after a run, or on the run as a whole; of one rank, or of all."""
 
     ran: str | None = None  # digest launched; MIXED; None: no launch
     ms: float | None = None  # the slowest rank's median so far of the candidate on trial; None: no sample
@@ -98,14 +98,14 @@ class LaunchReport(Struct, frozen=True, omit_defaults=True):
 
 
 class Part(LaunchReport, frozen=True, omit_defaults=True):
-    """What a rank says."""
+    """One rank's report on a context after a run."""
 
     is_unmeasured: bool = False  # the launches were timed, and there is no sample
     bans: dict[str, str] = field(default_factory=dict)  # candidates that failed, with reasons
 
 
 class Bits(Struct, frozen=True, omit_defaults=True):
-    """What the outputs of a run were, bit for bit."""
+    """The digest of a run's outputs."""
 
     digest: str = ""
     tensors: int = 0  # among them
@@ -132,7 +132,7 @@ _encode: Final = msgpack.Encoder(enc_hook=builtin).encode
 
 
 class Message(Struct, frozen=True, omit_defaults=True, tag_field="kind"):
-    """What a rank says at one exchange."""
+    """A rank's message at one exchange."""
 
     sent_at: ClassVar[str] = ""
     facts: Facts = {}
@@ -176,7 +176,7 @@ class RunReport(Message, frozen=True, tag="run"):
 
 
 class InPlaceReport(Message, frozen=True, tag="in_place"):
-    """Behind each of a call's first two runs: what is to be compared, then what the second changed."""
+    """After each of a call's first two runs: the tensors to compare, then those that the second changed."""
 
     sent_at: ClassVar[str] = "the comparison of a call's first two runs"
     found: str = ""  # "": nothing

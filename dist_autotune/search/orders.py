@@ -1,4 +1,4 @@
-"""What the deciding rank tells all ranks: one order an exchange, and records of contexts.
+"""The orders of the deciding rank to all ranks, one per exchange, and records of contexts.
 
 The search itself is on the deciding rank alone.
 """
@@ -23,7 +23,7 @@ TOLD_KEYS = 64  # results of a kernel, the latest, that tell what to expect of a
 
 
 class NextLaunch(Struct, frozen=True, array_like=True, gc=False):
-    """What a rank launches of a context in the next run, and what it reports of it."""
+    """The launches of a context in the next run, and the report on them."""
 
     planned: int = -1  # the candidate that every rank launches; -1: nothing works
     trial: int = -1  # the candidate whose time the search waits for
@@ -56,7 +56,7 @@ TimesRow: TypeAlias = tuple[float | None, float | None, float | None, float | No
 
 
 class ContextChanges(Struct, frozen=True, omit_defaults=True):
-    """How a context differs from the record that all ranks have of it."""
+    """The difference of a context from the record that all ranks have."""
 
     definition: ContextDefinition | None = None  # of a new context
     next_launch: NextLaunch | None = None
@@ -67,7 +67,7 @@ class ContextChanges(Struct, frozen=True, omit_defaults=True):
 
 
 class ContextOrder(SharedContext):
-    """What a rank must know of a context for its launches, reports and results."""
+    """The record of a context that every rank has, for its launches, reports and results."""
 
     def __init__(self, name: str, definition: ContextDefinition) -> None:
         super().__init__(name, definition)
@@ -191,7 +191,7 @@ class OpeningOrder(Struct, frozen=True, omit_defaults=True):
 
 
 class PlannedRun(Struct, frozen=True, omit_defaults=True):
-    """What the next run is for, as a whole."""
+    """The purpose of the next run as a whole."""
 
     judged: str | None = None  # what its time is a sample of; None: it is not timed
     tries: bool = False  # something that it launches may be timed
@@ -202,7 +202,7 @@ class PlannedRun(Struct, frozen=True, omit_defaults=True):
 
 
 class RunOrder(Struct, frozen=True, omit_defaults=True):
-    """What follows from a run."""
+    """The order after a run."""
 
     runs: int = 0  # so far
     next_run: PlannedRun = PlannedRun()
@@ -226,7 +226,7 @@ class RunOrder(Struct, frozen=True, omit_defaults=True):
 
 
 class Order(Struct, frozen=True, omit_defaults=True):
-    """What the deciding rank tells all ranks at the end of an exchange."""
+    """The deciding rank's order to all ranks at the end of an exchange."""
 
     failure: tuple[str, str] | None = None  # the error that all ranks raise: class, message
     dropped: tuple[str, ...] = ()  # contexts that are dropped with it, beside those of searches under way
@@ -243,7 +243,7 @@ read_order: Final = msgpack.Decoder(Order).decode
 
 
 class Orders:
-    """What this rank knows of the search of one function. Any thread may read."""
+    """This rank's knowledge of the search of one function. Any thread may read."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
@@ -276,7 +276,7 @@ class Orders:
         return self.run.forecast or Forecast(0, 0, 0, self.runs)
 
     def apply(self, order: Order) -> None:
-        """Take over what an order says of contexts and of the next run."""
+        """Take over an order: its changes of contexts, and the next run."""
         for name, changes in order.contexts.items():
             if changes.definition is not None:
                 self._forget(name)
@@ -315,7 +315,7 @@ class Orders:
             self._told.get(context.definition.kernel_id, {}).pop(name, None)
 
     def drop(self, named: Container[str]) -> set[str]:
-        """Drop searches under way, what nothing works for, and contexts by name; return all their names."""
+        """Drop searches under way, contexts without a working candidate, named ones; return their names."""
         dropped = {name for name, context in self.contexts.items() if name in named or not context.stays}
         for name in dropped:
             self._forget(name)

@@ -1,4 +1,4 @@
-"""What the deciding rank reads out of the reports of all ranks, which it has by rank, the lowest first."""
+"""Merges the reports of all ranks on the deciding rank, which has them by rank, the lowest first."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SAID_FIRST = ("the tuned function", "the source of the tuned function")  # of se
 
 
 class AgreedPart(LaunchReport, frozen=True, omit_defaults=True):
-    """What all ranks say; `ms` is None, too, where a rank that launched the candidate has no sample."""
+    """All ranks' report on a context; `ms` is None, too, where a rank that launched it has no sample."""
 
     best_ms: float = math.inf  # the fastest rank's
     ranks: int = 0  # that have a sample, or should have one
@@ -49,7 +49,7 @@ class AgreedPart(LaunchReport, frozen=True, omit_defaults=True):
 
 
 class AgreedRun(Struct, frozen=True, omit_defaults=True):
-    """What all ranks say of a run. The deciding rank's log keeps it."""
+    """All ranks' report on a run. The deciding rank's log keeps it."""
 
     parts: dict[str, AgreedPart] = {}  # by context; new ones last, as the lowest rank has met them
     run: AgreedPart = AgreedPart()  # the run as a whole
@@ -79,7 +79,7 @@ class AgreedRun(Struct, frozen=True, omit_defaults=True):
 def agreed_run(
     reports: Mapping[int, RunReport], names: Mapping[str, str], known: Container[str]
 ) -> AgreedRun:
-    """Return what all ranks say of a run. names: new names of contexts; known: contexts that are not new."""
+    """Merge the ranks' reports on a run. names: new names of contexts; known: contexts that are not new."""
     each = reports.values()
     by_context: dict[str, dict[int, Part]] = {}
     for rank, report in reports.items():
@@ -104,7 +104,7 @@ def agreed_run(
 
 
 def agreed_part(of_ranks: Mapping[int, Part]) -> AgreedPart:
-    """Return what ranks say of one context: the slowest one's time, all that they ban."""
+    """Merge the ranks' reports on one context: the slowest one's time, all bans."""
     each = of_ranks.values()
     ran = {part.ran for part in each if part.ran is not None}
     times = [part.ms for part in each if part.ms is not None]
@@ -129,7 +129,7 @@ def agreed_part(of_ranks: Mapping[int, Part]) -> AgreedPart:
 
 
 def announced_in(reports: Mapping[int, RunReport]) -> dict[str, Announcement]:
-    """Return what ranks announce, by the names that they give contexts."""
+    """Return the ranks' announcements, by the names that they give contexts."""
     found: dict[str, list[Announcement]] = {}
     for report in reports.values():
         for name, part in report.parts.items():
@@ -253,7 +253,7 @@ def crashes_of(reports: Mapping[int, Opening]) -> dict[str, Crash]:
 
 
 def bans_for_crashes(crashes: Mapping[str, Crash]) -> CrashBans:
-    """Return what all ranks ban for crashes of earlier processes: what was running in two of them."""
+    """Return the bans for crashes of earlier processes: candidates that were running in two of them."""
     deaths: dict[tuple[str, str], list[tuple[str, Crash]]] = {}
     for session, crash in sorted(crashes.items(), key=lambda each: (each[1].at, each[0])):
         for suspect in crash.suspects.items():

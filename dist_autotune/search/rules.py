@@ -1,4 +1,4 @@
-"""The options that steer the search, and what follows from them alone."""
+"""The options that steer the search, and rules that follow from them alone."""
 
 from __future__ import annotations
 

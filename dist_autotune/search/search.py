@@ -186,7 +186,7 @@ class Search:
         return {name: changes for name, changes in found.items() if changes != ContextChanges()}
 
     def _changes_of(self, context: Context, known: ContextOrder | None) -> ContextChanges:
-        """Return how a context differs from the record that all ranks have of it; None: they have none."""
+        """Return the difference of a context from the record that all ranks have; None: they have none."""
         search, spent = context.search, context.is_spent
         next_launch = NextLaunch(
             planned=-1 if spent else context.planned,

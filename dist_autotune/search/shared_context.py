@@ -1,4 +1,4 @@
-"""What all ranks know of a context: its candidates, with the times that they agreed on and their bans."""
+"""The shared state of a context: its candidates with agreed times and bans."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ContextDefinition(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Outcome(Struct, frozen=True, array_like=True, gc=False):
-    """What a run was for a context: the k-th of n warm-ups or samples of candidate `index`."""
+    """The part of a run for a context: the k-th of n warm-ups or samples of candidate `index`."""
 
     kind: str = "incumbent"  # "warm-up" | "sample" | "incumbent": no trial, or one that did not count
     index: int | None = None

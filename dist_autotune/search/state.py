@@ -65,7 +65,7 @@ class SearchState:
 
     @property
     def phase(self) -> Phase:
-        """Return the phase under way, which says what the next run launches."""
+        """Return the phase under way, which plans the next run."""
         return self._verifying or self.run_phase or self._race_launches
 
     @property
@@ -114,7 +114,7 @@ class SearchState:
 
     @property
     def judged_run(self) -> str | None:
-        """Return what the whole next run is a sample of; None: it is not timed."""
+        """Return the label that the whole next run is a sample of; None: it is not timed."""
         phase = self.phase
         return phase.label if isinstance(phase, RunPhase) and not phase.holds else None
 
@@ -133,7 +133,7 @@ class SearchState:
         return self._made.forecast(self.rules, searched, self.runs)
 
     def _meanwhile(self, name: str) -> Meanwhile:
-        """Return what the session knows by now, for the search of a context."""
+        """Return the state of the session that steers a context's order of trials."""
         context = self.contexts[name]
         told = self.kernels.times_so_far(self.contexts.values(), context.kernel_id)
         if self.rules.mode != "online":
@@ -141,7 +141,7 @@ class SearchState:
         return Meanwhile(told, *self.pace.shares_of(context.launches, context.device_ms), is_online=True)
 
     def open(self) -> None:
-        """Begin a session: take up what earlier ones left unfinished."""
+        """Begin a session: take up the unfinished searches of earlier ones."""
         before, self._made = self.runs, RunsMade()
         self._sessions += 1
         self.runs = self.apart = 0
@@ -192,7 +192,7 @@ class SearchState:
                 self.kept[name] = self.contexts.pop(name)
 
     def drop(self, keeps: Container[str]) -> None:
-        """Drop searches under way, what nothing works for, and contexts that others do not keep."""
+        """Drop searches under way, and contexts that do not work or that others do not keep."""
         self.kept = {name: context for name, context in self.kept.items() if name in keeps}
         for name in [n for n, c in self.contexts.items() if n not in keeps or not self.results.stays(c)]:
             del self.contexts[name]
@@ -221,7 +221,7 @@ class SearchState:
             self.verify_bits.leave()
 
     def step(self, report: AgreedRun) -> dict[str, Outcome]:
-        """Apply one run of all ranks; return what it was for each context."""
+        """Apply one run of all ranks; return its outcome for each context."""
         had_trial, was_closing, run_phase = self.has_trial, self.closing, self.run_phase
         changes_all, names = self._may_change_all, {*report.parts, *(c.name for c in self.unsettled)}
         self._count_run(report)
@@ -259,7 +259,7 @@ class SearchState:
         return self.runs <= 1 or judges_runs or not (self.verify_bits is None and self.run_phase is None)
 
     def _end_online(self) -> None:
-        """Behind the last trial, compare steps as they were and are; then pay back what was overspent."""
+        """After the last trial, compare steps with first configs and winners; then pay back the excess."""
         may_end = not (self.closing or self.run_phase is not None or any(self.unsettled))
         if may_end and self.pace.is_felt and not self._made.has_compared:
             self._made.has_compared = True
@@ -270,7 +270,7 @@ class SearchState:
         self._made.pays_back = may_end and self.pace.pays_back()
 
     def _apply_plan(self, changed: Iterable[Context]) -> None:
-        """Let each context launch what the phase under way plans, else its incumbent."""
+        """Let each context launch the candidate that the phase under way plans, else its incumbent."""
         self.changed = [*changed]
         phase, holds, is_felt = self.phase, self.pace.holds, self.pace.is_felt
         for context in self.changed:  # the phase asks
@@ -294,7 +294,7 @@ class SearchState:
             context.last_run += self.apart * (context.last_run > 0)
 
     def _count_run(self, report: AgreedRun) -> None:
-        """Count a run, and what it held beside the program's work."""
+        """Count a run, and the tuner's work in it."""
         self.runs += 1
         is_new = any(part.announcement for part in report.parts.values())
         is_trial = any(each.is_on_trial for each in self._trials)
@@ -372,7 +372,7 @@ class SearchState:
             self._begin(context, max(self.runs - 1, 0))
 
     def _is_too_late(self) -> bool:
-        """Return whether new contexts are left to other sessions; never those that a new option brings."""
+        """Return whether new contexts are left to later sessions; those of a new option never are."""
         is_late = self.runs > ADMISSION_RUNS
         if self.rules.mode == "online":  # shapes come as the data does: the runs count that brought any
             is_late = len(self._made.admitting | {self.runs}) > ADMISSION_RUNS

@@ -27,14 +27,14 @@ class Warmup:
 
 @dataclass(frozen=True)
 class Pause:
-    """Ask for a run without a trial, in which ranks compile what is tried next; answered by nan."""
+    """Ask for a run without a trial, in which ranks compile the next candidates; answered by nan."""
 
 
 Flow: TypeAlias = Generator["int | Warmup | Pause", float, int]
 
 
 class Strategy(Protocol):
-    """What `search=` takes: a function that returns a flow."""
+    """The type of `search=`: a function that returns a flow."""
 
     def __call__(self, candidates: Sequence[int], *, n_warmup: int, n_repeat: int) -> Flow: ...
 
@@ -303,7 +303,7 @@ class _Noise:
 def timing_default(
     candidates: Sequence[int], *, n_warmup: int, n_repeat: int, strategy: Strategy, default: int
 ) -> Flow:
-    """Search by `strategy`; then time `default`, if it ran and has no sample: what is gained can be told."""
+    """Search by `strategy`; then time `default`, if it ran and has no sample, so that the gain is known."""
     flow = strategy(candidates, n_warmup=n_warmup, n_repeat=n_repeat)
     ran, timed = set[int](), set[int]()
     ms: float | None = None
@@ -325,7 +325,7 @@ def timing_default(
 
 
 def within(agreed_ms: dict[int, float], alive: list[int], factor: float) -> list[int]:
-    """Return those of `alive` that may be within `factor` of the best; a missing time counts as good."""
+    """Return the `alive` that may be within `factor` of the best; a missing time counts as good."""
     known = [agreed_ms[index] for index in alive if not math.isnan(agreed_ms[index])]
     limit = min(known, default=math.inf) * factor
     kept = [index for index in alive if not least(agreed_ms[index]) > limit and agreed_ms[index] != math.inf]
@@ -333,7 +333,7 @@ def within(agreed_ms: dict[int, float], alive: list[int], factor: float) -> list
 
 
 def _timed_within(agreed_ms: dict[int, float], alive: list[int], factor: float) -> list[int]:
-    """Return those of `alive` whose time is known and within `factor` of the best."""
+    """Return the `alive` with a known time within `factor` of the best."""
     timed = [index for index in alive if math.isfinite(agreed_ms[index])]
     limit = min((agreed_ms[index] for index in timed), default=math.inf) * factor
     return [index for index in timed if agreed_ms[index] <= limit]

@@ -71,7 +71,7 @@ def read(path: Path) -> list[Entry]:
 
 
 def merge(winners: Winners, entries: Sequence[Entry], *, replaces: bool) -> tuple[int, list[Entry]]:
-    """Store the entries of a bundle; return how many are new, and those whose key had another winner.
+    """Store the entries of a bundle; return the number of new ones, and those with another winner.
 
     Another result that the cache has stays, unless this `replaces` it. Raises OSError if one is not stored.
     """

@@ -105,7 +105,7 @@ class CrashGuard:
             self._suspect(suspects)
 
     def end_run(self) -> None:
-        """Suspect nobody: a crash from here on is no candidate's doing, nor were those of what has run."""
+        """Suspect no candidate from here on: the run has ended without a crash."""
         self._has_run.update(self._suspects.items())
         for session, crash in self._crashes.items():
             left = {name: each for name, each in crash.suspects.items() if (name, each) not in self._has_run}

@@ -1,4 +1,4 @@
-"""Known results of one tuned function: in memory, on disk, and those of other keys."""
+"""Known results of one tuned function: in memory, on disk, and of other keys."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ class KnownResults:
         return [offer for offer in offers.values() if offer.relatives == relatives]
 
     def _on_disk(self, kernel: str) -> tuple[list[Entry], Offers]:
-        """Return all entries of a kernel, which are read once, and as offers those that may be used."""
+        """Return all entries of a kernel, read once, and the usable ones as offers."""
         if kernel not in self._of_kernels:
             entries = [*self.disk.entries(kernel)]
             self._of_kernels[kernel] = entries, self._offers_of(entries)

@@ -19,7 +19,7 @@ from ..triton_api.launch import Key
 
 
 class ContextIdentity(Struct, frozen=True, eq=False, gc=False):
-    """One kernel with one key, as this rank launches it: all that a result of it depends on."""
+    """One kernel with one key, as this rank launches it: all fields that a result depends on."""
 
     kernel: str  # identity of the kernel
     source: KernelIdentity

@@ -65,7 +65,7 @@ class EntryKey(Struct, frozen=True):
 
     @property
     def lineage(self) -> EntryKey:
-        """Return what an upgrade of Triton, driver or source leaves as it is."""
+        """Return the part of a key that an upgrade of Triton, driver or source leaves as it is."""
         return replace(self, kernel_digest="", candidates=(), triton_version="", driver="")
 
     @property
@@ -75,7 +75,7 @@ class EntryKey(Struct, frozen=True):
 
 
 class Evidence(Struct, frozen=True):
-    """What is known of a winner besides its time; nothing is looked up by it."""
+    """Facts on a winner besides its time; nothing is looked up by them."""
 
     torch_version: str = ""
     fastest_rank_ms: Mapping[str, float] = {}  # candidate's text -> ms
@@ -91,7 +91,7 @@ class Evidence(Struct, frozen=True):
 
 
 class Entry(Struct, frozen=True):
-    """A settled context: the winner among the candidates of `key`. What no search finds is a ValueError."""
+    """A settled context: the winner among `key`'s candidates. Raises ValueError for impossible fields."""
 
     key: EntryKey
     winner: str  # digest of the candidate
@@ -125,7 +125,7 @@ class Entry(Struct, frozen=True):
 
 @dataclass
 class _Faults:
-    """What is wrong with one directory, as far as this process has found out."""
+    """The faults of one directory that this process has met."""
 
     without_lock: str = ""  # why writes go on without the lock
     warned: set[str] = field(default_factory=set)  # of what it has warned
@@ -197,7 +197,7 @@ class Winners:
         return len(entries)
 
     def clear(self) -> int:
-        """Delete every entry, damaged ones too, and what belongs to them; return how many there were."""
+        """Delete every entry, damaged ones too, with its files; return how many there were."""
         files, directory = _entry_files(self.directory), self.directory
         if directory is not None and directory.is_dir():
             with self._lock(directory):
@@ -248,7 +248,7 @@ class Winners:
 
 
 def read_bounded(path: Path, limit_bytes: int) -> bytes:
-    """Return the content of a file; a ValueError for what is none, or is larger."""
+    """Return the content of a file; raises ValueError for a larger one, and for what is no regular file."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("not a regular file")  # a pipe would be waited for
@@ -258,7 +258,7 @@ def read_bounded(path: Path, limit_bytes: int) -> bytes:
 
 
 def replace_whole(path: Path, temporary: str, text: str) -> None:
-    """Replace a file, by one of that name beside it: a full disk or a killed writer leaves no half of it."""
+    """Replace a file atomically: a full disk or a killed writer leaves no half of it."""
     beside = path.with_name(temporary)
     beside.unlink(missing_ok=True)  # whatever it is: a link is not followed, a pipe not waited for
     try:

@@ -1,4 +1,4 @@
-"""How a launch is timed: CUDA events on the launch's own stream, or the wall clock.
+"""Times launches: by CUDA events on the launch's own stream, or by the wall clock.
 
 Two events around a launch time the kernel alone only if the launch is queued before the device comes to the
 first of them. Where the stream has run dry, the interval holds up to the whole host time between the marks

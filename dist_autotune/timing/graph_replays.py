@@ -28,7 +28,7 @@ class GraphReplays:
         self._replay: Callable[[], Any] | None = None
 
     def capture(self, function: Callable[[], Any]) -> None:
-        """Capture a call of the function; raises what it raises, and torch's error where it cannot be."""
+        """Capture a call of the function; raises its errors, and torch's where it cannot be captured."""
         if not torch.cuda.is_available() or interception.is_interpreted():
             self._replay = function
             return

@@ -89,7 +89,7 @@ class StreamFiller:
             behind.record()
 
     def end(self, compiled_ms: float = 0.0) -> float:
-        """Return how many ms the host may have added to the run, beyond what it always does.
+        """Return the ms that the host may have added to the run, beyond its usual ones.
 
         0.0 where a filler covered the host. Of a function that waits for the device at its end the host's
         own time is not known: what it compiled counts. compiled_ms: of the run; one that compiles says

@@ -261,7 +261,7 @@ def _references(function: Callable[..., Any], source: str) -> Iterator[tuple[str
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Yield the names that a function's code mentions, and those that may be dotted."""
+    """Yield the names that a function's code mentions, and names that may be dotted."""
     yield from code.co_freevars
     yield from code.co_names
     yield from map(".".join, itertools.pairwise(code.co_names))

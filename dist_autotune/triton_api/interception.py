@@ -134,7 +134,7 @@ _OF_THREAD = threading.local()
 
 
 class _Stashed:
-    """What torch holds for a thread, until the thread's last Python code takes it back.
+    """An object that torch holds for a thread, until the thread's last Python code takes it back.
 
     Left to torch it would be freed after `join()`, by a thread that waits for the GIL: a process that ends
     meanwhile aborts ("terminate called without an active exception").

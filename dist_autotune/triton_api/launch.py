@@ -42,7 +42,7 @@ def key_of(tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> K
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launch:
-    """What `Autotuner.run` was called with."""
+    """One call of `Autotuner.run`, with its arguments."""
 
     tuner: Autotuner
     args: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""What a tuned function and a step tuner have in common."""
+"""The common base of tuned functions and step tuners."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class BaseTuner:
 
     @property
     def report(self) -> TuningReport | None:
-        """What the last session found, or has found so far; None before the first."""
+        """The findings of the last session, or of the one under way so far; None before the first."""
         return None if self._calls is None else self._calls.report
 
     @property
@@ -59,7 +59,7 @@ class BaseTuner:
 
     @property
     def untuned(self) -> tuple[tuple[str, Any, str], ...]:
-        """(kernel, key, reason) of what was launched and stays untuned, though nothing more will be tried."""
+        """(kernel, key, reason) of launched keys that stay untuned, though nothing more will be tried."""
         return () if self._calls is None else self._calls.untuned
 
     def retune(self) -> None:
@@ -107,7 +107,7 @@ def _check_possible(options: Options, *, has_function: bool) -> None:
 
 
 def _check_joins(name: str, inner: Options, outer_name: str, outer: Options) -> None:
-    """Raise TuningError where an inner function asks for what the outer one does not do, with both values."""
+    """Raise TuningError where an inner function has an option that the outer one lacks, with both values."""
     for option, asked, given in _unmet(inner, outer):
         can = outer.mode == "replay" or option in ("is_dist", "group") or asked == "'thunk'"
         advice = (
@@ -120,7 +120,7 @@ def _check_joins(name: str, inner: Options, outer_name: str, outer: Options) -> 
 
 
 def _unmet(inner: Options, outer: Options) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (option, value of the inner function, value of the outer one) for what the outer lacks."""
+    """Yield (option, value of the inner function, of the outer one) for options that the outer lacks."""
     if inner.is_dist and not outer.is_dist:
         yield "is_dist", True, False
     if inner.is_dist and outer.is_dist and (of_inner := _ranks(inner)) - (of_outer := _ranks(outer)):

@@ -79,7 +79,7 @@ class Calls:
 
     @property
     def untuned(self) -> tuple[tuple[str, Any, str], ...]:
-        """(kernel, key, reason) of what was launched and stays untuned."""
+        """(kernel, key, reason) of launched keys that stay untuned."""
         return self._settled.untuned
 
     def retune(self) -> None:
@@ -242,7 +242,7 @@ class Calls:
 
     @contextlib.contextmanager
     def _trial(self, state: FunctionState) -> Iterator[None]:
-        """Make the block one run of the session; it stays what it was where the session is put aside."""
+        """Make the block one run of the session; raises PutAside only before the block."""
         has_run, pid = False, os.getpid()
         try:
             with contextlib.suppress(_InChild), self._session_under_way(state) as session, session.online():

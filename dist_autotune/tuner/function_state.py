@@ -47,7 +47,7 @@ LIMITS = ("watch", "max_runs", "budget_s", "overhead")  # options that no sample
 
 
 class FunctionSetup(FunctionScope):
-    """What its results depend on: the same in all calls."""
+    """The setup of a tuned function on which its results depend: the same in all calls."""
 
     def __init__(
         self, options: Options, name: str, source_digest: str, group: RankGroup, *, mode: str
@@ -153,7 +153,7 @@ class FunctionState:
         return self._call_count
 
     def exchange(self, message: Message, wait: ExchangeWait) -> tuple[bytes, bytes, float]:
-        """Exchange a message for the order; return what was sent, what was received, and the seconds."""
+        """Exchange a message for the order; return the sent bytes, the received bytes, and the seconds."""
         sent, began = message.encode(), time.perf_counter()
 
         def decide(reports: Reports) -> bytes:

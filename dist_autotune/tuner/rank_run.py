@@ -94,7 +94,7 @@ class RankRun:
         return self._step_began - began
 
     def end_exchange(self) -> None:
-        """Note what has come between the end of the run before and the next run."""
+        """Note the time between the end of the last run and the next one."""
         self._exchange_s = self._end_step()
 
     @contextlib.contextmanager

@@ -147,7 +147,7 @@ class Recorder:
             self.write(decisions.settled(run, context, launches=launches))
 
     def figures(self, state: FunctionState) -> dict[str, Any]:
-        """Return what a report of the session says of its function, its costs and its gain."""
+        """Return the fields of a report on the function, its costs and its gain."""
         function, run = self._function, state.orders.run
         is_online = function.options.mode == "online" and function.tunes
         return {

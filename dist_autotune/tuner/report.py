@@ -1,4 +1,4 @@
-"""The report of a tuned function's last session, and what all tuners of a process have found."""
+"""The report of a tuned function's last session, and the findings of all tuners of a process."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class TunedContext:
         return self.ms * self.launches if self.ms is not None and self.judge == BY_LAUNCH else None
 
     def unfinished(self) -> TunedContext:
-        """Return what is known of the context where its search was dropped."""
+        """Return the context as it stands after its search was dropped."""
         if self.status != "tuning":
             return self
         return replace(self, status="unfinished", config=None, ms=None, fastest_rank_ms=None)
@@ -136,7 +136,7 @@ class TuningReport:
 
     @property
     def step(self) -> StepTimes | None:
-        """What one run takes without and with tuning, as far as both are known."""
+        """The time of one run without and with tuning, as far as both are known."""
         return step_times(self.contexts)
 
     def __str__(self) -> str:
@@ -153,7 +153,7 @@ class TuningReport:
 
     @property
     def heading(self) -> str:
-        """What was found in how many runs, and a second line where times are no figures of a device."""
+        """The number of contexts and runs, and a second line where times are no figures of a device."""
         work = f"{counted(len(self.contexts), 'context')} in {counted(self.runs, 'run')}"
         found = f"{work} on {counted(self.world_size, 'rank')}, {self.seconds:.1f} s"
         is_wall_clock = self.clock == formatting.WALL_CLOCK
@@ -193,7 +193,7 @@ class TuningReport:
 
 
 class FunctionReports:
-    """The report of a function's last session, and what the sessions before it have settled and cost."""
+    """The report of a function's last session, with results and cost of the sessions before."""
 
     def __init__(self) -> None:
         self.last: TuningReport | None = None
@@ -210,7 +210,7 @@ class FunctionReports:
         self.last = report
 
     def completed(self, report: TuningReport | None, later: tuple[TunedContext, ...]) -> TuningReport | None:
-        """Return a report with what earlier sessions have found, and `later` contexts. Any thread may."""
+        """Return a report with the results of earlier sessions, and `later` contexts. Any thread may."""
         if report is None:
             return None
         contexts, (earlier, earlier_s) = (*report.contexts, *later), self._before(report)
@@ -219,7 +219,7 @@ class FunctionReports:
         return replace(report, contexts=contexts, earlier=tuple(before), earlier_s=earlier_s)
 
     def _before(self, report: TuningReport) -> tuple[dict[str, TunedContext], float]:
-        """Return what the sessions before this one have settled, by label, and the seconds that they cost."""
+        """Return the contexts settled by earlier sessions, by label, and the seconds that those cost."""
         earlier, last = dict(self._earlier), self.last
         if last is None or last is report:
             return earlier, self._earlier_s
@@ -295,7 +295,7 @@ def time_order(context: TunedContext) -> tuple[float, str]:
 
 @dataclass(frozen=True)
 class Findings:
-    """What one function, loop or program has found, and what stays untuned."""
+    """The report of one function, loop or program, and its untuned keys."""
 
     report: TuningReport
     untuned: tuple[tuple[str, Any, str], ...] = ()  # kernel, key, reason
@@ -310,7 +310,7 @@ class Findings:
 
 
 class Tuners:
-    """The tuners that have made a call since `watch`, those that are gone by now with what they had found."""
+    """The tuners that have made a call since `watch`, and the findings of those that are gone."""
 
     def __init__(self) -> None:
         self._is_watched = False
@@ -325,7 +325,7 @@ class Tuners:
             self._alive.add(tuner)
 
     def leave(self, tuner: BaseTuner) -> None:
-        """Keep what a tuner has found that goes."""
+        """Keep the findings of a tuner that goes."""
         if self._is_watched:
             self._ended += findings_of(tuner)
 
@@ -338,6 +338,6 @@ TUNERS = Tuners()
 
 
 def findings_of(tuner: BaseTuner) -> Iterator[Findings]:
-    """Yield what a tuner has found, if it has found something."""
+    """Yield a tuner's findings, if it has a report."""
     if (report := tuner.report) is not None:
         yield Findings(report, tuner.untuned)

@@ -52,7 +52,7 @@ ORDERED_ERRORS = {kind.__name__: kind for kind in (NoValidConfig, RankMismatch, 
 
 
 class SessionExchanges(abc.ABC):
-    """What a `Session` shares with its peers: each exchange ends in an order, or in an error on all ranks."""
+    """The exchanges of a `Session` with its peers: each ends in an order, or in an error on all ranks."""
 
     def __init__(self, state: FunctionState, recorder: Recorder, log_dir: str | None) -> None:
         self.state, self.function = state, state.function
@@ -90,7 +90,7 @@ class SessionExchanges(abc.ABC):
         return self.function.is_alone or self._stage is not SessionStage.BETWEEN_RUNS
 
     def _exchange(self, message: Message, what: str = "", *, of_run: bool = False) -> Order:
-        """Send this rank's report, return the order; raise what the order says that all ranks raise.
+        """Send this rank's report, return the order; raise the error that an order names for all ranks.
 
         what: the ranks agree on, for errors. of_run: if a peer's run has failed, the next call goes on.
         """
@@ -113,7 +113,7 @@ class SessionExchanges(abc.ABC):
 
     @property
     def is_interrupted(self) -> bool:
-        """Return whether this call is to go on, with its peers, with what a failed run has left."""
+        """Return whether this call goes on, with its peers, with the session of a failed run."""
         return self._stage is SessionStage.INTERRUPTED and not self._until_peers
 
     def put_aside(self, error: PutAside) -> None:
@@ -122,7 +122,7 @@ class SessionExchanges(abc.ABC):
 
     @property
     def patience_s(self) -> float:
-        """How long this rank waits for peers that are in no call, once it knows what a run takes."""
+        """How long this rank waits for peers that are in no call, once it knows the time of a run."""
         return max(PATIENCE_S, PATIENCE_RUNS * self._longest_run_s) if self._longest_run_s else math.inf
 
     def _leave_exchange(self, error: BaseException, *, of_run: bool) -> None:

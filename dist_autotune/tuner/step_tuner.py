@@ -61,7 +61,7 @@ class StepTuner(BaseTuner):
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Make the block one run. What it raises reaches the caller; a later step makes that run again.
+        """Make the block one run. Its exceptions reach the caller; a later step makes that run again.
 
         A step inside a tuned function, or inside another tuner's step, is a part of that run. What kernels
         that wait for peers report is raised before an optimizer of torch.optim steps.

@@ -1,1 +1,1 @@
-"""What the other keys of a kernel tell of the candidates of a new one: which to try, and when to stop."""
+"""Expects times of a new key from those of the kernel's other keys: which to try, and when to stop."""

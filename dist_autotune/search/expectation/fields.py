@@ -30,7 +30,7 @@ class LaunchMs(float):
 
 
 def filled(ms: float) -> float:
-    """Return about what a launch would take if its programs filled the SMs' time: half of the rest counts.
+    """Return the ms of a launch as if its programs filled the SMs' time; of the unfilled part half counts.
 
     With all of it, starts on the tables of real kernels lose more, and so they do with none.
     """

@@ -1,4 +1,4 @@
-"""How far two tuning keys of a kernel are apart: an untuned one begins with the winner of the nearest.
+"""The distance of two keys of a kernel: an untuned key begins with the winner of the nearest.
 
 Keys are given as canonical text. Only integers are compared by size, flags among them (0 and 1); keys that
 differ in anything else, a dtype for one, are not comparable. No torch, no Triton.
@@ -16,7 +16,7 @@ _INTEGER = re.compile(r"-?\d{1,999}")  # Python refuses to read thousands of dig
 
 
 def by_distance(key: str, others: Iterable[str]) -> list[str]:
-    """Return those of `others` that can be compared with `key`, the nearest first; ties: the smaller key."""
+    """Return the `others` that can be compared with `key`, the nearest first; ties: the smaller key."""
     found = ((distance(key, other), _split(other)[1], other) for other in set(others))
     return [other for far, _, other in sorted(found) if far < math.inf]
 

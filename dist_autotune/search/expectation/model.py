@@ -1,4 +1,4 @@
-"""Expected times of the candidates of a key, from what other keys of the kernel and its own trials have told.
+"""Expected times of a key's candidates, from times of the kernel's other keys and from its own trials.
 
 The logarithm of a time is the level of its key, what its config adds at all keys and for each doubling of a
 size, shrunk, and a rest. The rest of a key varies as that of near keys does, and alike for configs with near
@@ -40,7 +40,7 @@ Array: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 
 class Expectation:
-    """`means` and `variances` of each place's log ms, given what `observe` has told.
+    """`means` and `variances` of each place's log ms, given the times sent to `observe`.
 
     Means are up to what is common to all of them. rest: the standard deviation of what fields tell.
     """
@@ -66,7 +66,7 @@ class Expectation:
 
     @classmethod
     def of_key(cls, key: str, texts: Sequence[str], told: TimesByKey, fills: Fills = UNKNOWN) -> Expectation:
-        """Return what other keys let expect of a key; those that `distance` cannot compare tell nothing.
+        """Return the expectation of a key from other keys, but for those that `distance` cannot compare.
 
         fills: of the key's own launches; where they are known, told ones count as if they filled the SMs'
         time.
@@ -90,7 +90,7 @@ class Expectation:
         return np.asarray(self._left * (shown if self.keys else _DOUBT * shown))
 
     def _fit(self, logs: Array, weights: Array, at: Array) -> None:
-        """Expect what the told keys let expect.
+        """Fit the expectation to the observed keys.
 
         at: 1, and the told keys' sizes in doublings of the new key's.
         """
@@ -131,7 +131,7 @@ class Expectation:
         self._begin()
 
     def _config_rows(self, places: Sequence[int]) -> Array:
-        """Return how alike what configs add is expected to be."""
+        """Return the expected likeness of what configs add."""
         rows = (1 - _OWN_EFFECT) * self._likeness.rows(places)
         rows[range(len(places)), list(places)] += _OWN_EFFECT
         return rows

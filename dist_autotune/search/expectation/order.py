@@ -62,7 +62,7 @@ def best_start(key: str, texts: Collection[str], told: TimesByKey, fills: Fills 
 
 @dataclass(frozen=True)
 class Meanwhile:
-    """What the session knows by now."""
+    """The state of the session that steers the order of trials."""
 
     told: TimesByKey = field(default_factory=dict)  # by the kernel's keys, this one too
     part: float = 1.0  # of a run, that this key takes for sure
@@ -150,7 +150,7 @@ class TrialOrder:
         return bool(self._wave)
 
     def untried_text(self) -> str:
-        """Return what was not tried, and why; "": nothing."""
+        """Return which candidates were not tried, and why; "": none."""
         out, means = {*self.tried, *self._failed}, self.expectation.means
         left = [mean for index, mean in enumerate(means) if index not in out]
         if not (left and self.ms):
@@ -169,7 +169,7 @@ class TrialOrder:
 
     @property
     def leaves_first(self) -> bool:
-        """Return whether none of those tried can be seen to beat the first one either."""
+        """Return whether no tried candidate is known to beat the first one."""
         if not self.is_hidden or 0 not in self.ms:
             return False
         bar_ms = least(self.ms[0]) * (1 - GAIN) - min(ms - least(ms) for ms in self.ms.values())
@@ -202,7 +202,7 @@ class TrialOrder:
         return math.log(bar_ms) if bar_ms > 0 else -math.inf
 
     def _expect(self, meanwhile: Meanwhile) -> None:
-        """Expect times from all that is told. What failed counts as slow, and so do its fields."""
+        """Expect times from all known ones. A failed candidate counts as slow, and so do its fields."""
         told = {**self._told, **{other: ms for other, ms in meanwhile.told.items() if other != self._key}}
         self.expectation = Expectation.of_key(self._key, self._texts, told, self._fills)
         if own_ms := self._own_ms:
@@ -211,7 +211,7 @@ class TrialOrder:
                 self.expectation.observe(index, ms)
 
     def _choose(self, count: int, after: Sequence[int] = ()) -> None:
-        """Set the wave: `after`, then the likeliest winners, as if each before took what is expected."""
+        """Set the wave: `after`, then the likeliest winners, as if each before took its expected time."""
         self._wave, bar, expected = [*after], self._bar, self.expectation
         left = sorted(
             {*range(len(self._texts))}.difference(self.likely, self._failed, after), key=self._place
@@ -225,7 +225,7 @@ class TrialOrder:
         self.likely |= {*self._wave}
 
     def _place(self, index: int) -> str:
-        """Sort what is equally likely so that keys met in the same run try different candidates."""
+        """Order equally likely candidates so that keys met in the same run try different ones."""
         return digest(self._key + self._texts[index])
 
     def _deviations(self, bar: float) -> list[float]:

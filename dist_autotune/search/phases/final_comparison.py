@@ -23,7 +23,7 @@ DEFAULT, BY_LAUNCHES, TUNED = "default", "by launches", "tuned"
 
 @dataclass(frozen=True)
 class Sides:
-    """What is compared; `FinalComparison` replaces it where a comparison begins, is left or is dropped."""
+    """The compared plans; replaced where a comparison begins, is left or is dropped."""
 
     contexts: tuple[Context, ...] = ()  # in which plans differ
     plans: Mapping[str, Plan] = field(default_factory=dict)  # those that differ; `tuned` first
@@ -80,7 +80,7 @@ class FinalComparison(RunPhase):
         return [c for c in tuned if not rivals[c.name] <= c.banned.keys()]
 
     def begin(self) -> None:
-        """Compare the plans of what was searched, where they differ."""
+        """Compare the plans of the searched contexts, if they differ."""
         if self._rules.objective == "kernel" or not self.defaults:
             return
         self._set_plans()

@@ -44,7 +44,7 @@ class FinalResults:
         return context.settled and not (context.is_spent or self.is_undecided(context))
 
     def newly_final(self, contexts: Iterable[Context]) -> list[Context]:
-        """Return those of `contexts` whose result is final and new since this was last asked."""
+        """Return the `contexts` whose result has become final since the last call."""
         new = []
         for context in contexts:
             result = f"{context.status} {context.winner}"

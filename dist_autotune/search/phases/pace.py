@@ -1,4 +1,4 @@
-"""Spreads the trials of an online session over its steps: which may hold trials, and what tuning has cost.
+"""Spreads the trials of an online session over its steps, and counts the cost of tuning.
 
 What a step with a trial, or with compilers beside it, takes beyond the nearest steps without counts as
 spent, and so does each exchange, and what a step takes longer that is reported by it. A host that is fast
@@ -35,7 +35,7 @@ LONGEST, LONGEST_QUIET = 5.0, 1.5
 
 
 class StepKind(enum.Enum):
-    """What a step of a session held beside the program's work: the first of these that it held."""
+    """The tuner's work in a step, beside the program's: the first of these that it held."""
 
     NEW = enum.auto()  # first launches of a key, which are compiled in any case
     TRIAL = enum.auto()
@@ -114,7 +114,7 @@ class Pace:
             self._decide(self._overhead, kind)
 
     def _record_quiet(self, took_s: float, steps: int) -> None:
-        """Record steps without tuning: with the one before, they tell what the steps between have spent."""
+        """Record steps without tuning: with the one before, they tell the cost of the steps between."""
         before_s = self._quiet_s[-1] if self._quiet_s else took_s
         self._quiet_s = [*self._quiet_s, *[took_s] * min(steps, NEAR)][-NEAR:]
         near_s = min(statistics.fmean((before_s, took_s)), LONGEST_QUIET * self.step_s)
@@ -122,7 +122,7 @@ class Pace:
         self._settle(near_s)
 
     def _settle(self, near_s: float) -> None:
-        """Count what the last steps have spent, where one without tuning takes so long."""
+        """Count the cost of the last steps, given the time of one without tuning."""
         for kind, spent_s in self._beyond(near_s).items():
             self._beyond_s[kind] += spent_s
         self._beside_s += near_s * sum(kind is StepKind.COMPILING for kind, _ in self._since_quiet)
@@ -130,7 +130,7 @@ class Pace:
         self._since_quiet.clear()
 
     def _beyond(self, near_s: float) -> dict[StepKind, float]:
-        """Return what the last steps have spent, by kind, where one without tuning takes so long."""
+        """Return the cost of the last steps by kind, given the time of one without tuning."""
         spent_s = dict.fromkeys(StepKind, 0.0)
         for kind, own_s in self._since_quiet:
             spent_s[kind] += min(own_s, LONGEST * near_s) - near_s
@@ -179,7 +179,7 @@ class Pace:
 
     @property
     def cost(self) -> Cost:
-        """Return what the session has cost so far."""
+        """Return the cost of the session so far."""
         last_s = self._beyond(self.step_s)
         trials_s, compiling_s = (
             max(0.0, self._beyond_s[kind] + last_s[kind]) for kind in (StepKind.TRIAL, StepKind.COMPILING)
@@ -188,7 +188,7 @@ class Pace:
         return Cost(trials_s, compiling_s, exchanges_s, self._made)
 
     def count_gain(self, gain_s: float) -> None:
-        """Count what steps with the first configs took: each so much longer than one with the winners."""
+        """Count the cost of steps with the first configs: each so much longer than one with the winners."""
         if self.saved_s:
             self._slower_s = gain_s * max(0.0, self._made - self._all_saved_s / self.saved_s)
 
@@ -202,7 +202,7 @@ class Pace:
 
     @property
     def _owed_s(self) -> float:
-        """Return the seconds that tuning has taken beyond what the overhead allows."""
+        """Return the seconds of tuning beyond the share that `overhead` allows."""
         assert self._overhead is not None
         spent_s = sum(self._beyond_s.values()) + sum(self._beyond(self.step_s).values())
         own_s = self._own_s + len(self._since_quiet) * self.step_s
@@ -210,11 +210,11 @@ class Pace:
 
     @property
     def step_s(self) -> float:
-        """Return what a step without tuning takes by now, of all steps until that is known; 0.0: none yet."""
+        """Return the s of a recent step without tuning, of any step until one is known; 0.0: none yet."""
         old_s = [own_s for kind, own_s in self._since_quiet if kind is not StepKind.NEW]
         return statistics.median(self._quiet_s or old_s or [0.0])
 
     @property
     def shortest_s(self) -> float:
-        """Return what the shortest step took; 0.0: too few are known, and the first ones may compile."""
+        """Return the s of the shortest step; 0.0: too few are known, and the first ones may compile."""
         return self._shortest_s if self._old >= KNOWN else 0.0

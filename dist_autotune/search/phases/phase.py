@@ -1,4 +1,4 @@
-"""The phases of a search: the one under way alone says what the next run launches, and what the last told.
+"""The phases of a search: the one under way plans the next run, and reads the last.
 
 RaceLaunches -> RaceRuns, or TakeTurns -> FinalComparison -> VerifyBits
 """
@@ -27,7 +27,7 @@ class Phase:
         self._contexts = contexts
 
     def plan(self) -> Mapping[str, int]:
-        """Return what the next run launches beside incumbents: here what contexts try by themselves."""
+        """Return the next run's candidates that are no incumbents: here the contexts' own trials."""
         races = ((c.name, c.trial) for c in self._contexts.values() if c.is_racing)
         return {name: index for name, index in races if index is not None}
 
@@ -72,7 +72,7 @@ class RunPhase(Phase, abc.ABC):
 
     @property
     def label(self) -> str:
-        """Return what the next run is a sample of."""
+        """Return the label of the plan that the next run is a sample of."""
         return self._name + self._asked.label
 
     @property
@@ -170,11 +170,11 @@ class RunPhase(Phase, abc.ABC):
 
     @abc.abstractmethod
     def _finish(self, plan: Plan) -> None:
-        """Settle what the search was about; plan: what it has returned."""
+        """Settle the searched contexts; plan: the result of the search."""
 
     @abc.abstractmethod
     def leave(self) -> None:
-        """Stop early, with what is known."""
+        """Stop early, with the results so far."""
 
 
 class TakeTurns(RunPhase):

@@ -179,7 +179,7 @@ def _config_of(context: Context, index: int) -> tuple[str, str, str]:
 
 
 def _family_ratios(contexts: Iterable[Context]) -> dict[tuple[str, str, str], float]:
-    """Return what a config takes over the fastest of its share, as the median over a kernel's contexts."""
+    """Return a config's time over the fastest of its share, as the median over a kernel's contexts."""
     found: dict[tuple[str, str, str], list[float]] = {}
     for context in contexts:
         alike_ms = _fastest_of_share(context)
@@ -212,7 +212,7 @@ def _fastest_of_share(context: Context) -> dict[int, float]:
 
 
 def _steadied_ms(context: Context, ratios: Mapping[tuple[str, str, str], float]) -> dict[int, float]:
-    """Return a context's times by launches, each drawn to what its config takes in the kernel's contexts.
+    """Return a context's times by launches, each drawn to its config's in the kernel's other contexts.
 
     A few samples of one context may be spikes, or of runs in which a neighbour's trial was in its way; those
     differ by more than OWN_SAY, and count for nothing.

@@ -26,7 +26,7 @@ QUARTILES = 1.349  # standard deviations between the quartiles: a spike adds not
 
 
 class StepGain(Struct, frozen=True):
-    """Medians of interleaved steps: with the winners, and what the first configs take more beside each."""
+    """Medians of interleaved steps: with the winners, and how much longer those with first configs take."""
 
     before_ms: float
     after_ms: float
@@ -35,16 +35,16 @@ class StepGain(Struct, frozen=True):
 
     @property
     def gain_ms(self) -> float:
-        """Return what a step takes less; 0.0: nothing beyond the noise."""
+        """Return the ms that a step gains; 0.0: nothing beyond the noise."""
         gain_ms = self.before_ms - self.after_ms
         return gain_ms if abs(gain_ms) > self.noise_ms else 0.0
 
     def pays_off_after(self, cost_s: float) -> int | None:
-        """Return the steps that gain what tuning has cost; None: none do."""
+        """Return the number of steps whose gain pays for tuning; None: there is no gain."""
         return math.ceil(1e3 * cost_s / self.gain_ms) if self.gain_ms > 0 else None
 
     def text(self, cost_s: float) -> str:
-        """Return the times, and when what tuning has cost is gained."""
+        """Return the times, and the number of steps after which tuning pays off."""
         times = f"step {format_ms(self.before_ms)} -> {format_ms(self.after_ms)} ms"
         medians = f"{times} (medians of {self.steps} interleaved steps each)"
         if (steps := self.pays_off_after(cost_s)) is not None:
@@ -55,7 +55,7 @@ class StepGain(Struct, frozen=True):
 
 
 def cost_and_gain(cost: Cost | None, gain: StepGain | None) -> list[str]:
-    """Return what a session has cost the program, and what its steps gain by it, as far as both are known."""
+    """Return lines on the cost of a session to the program and the gain of its steps, where known."""
     if cost is None:
         return []
     return [str(cost), *([] if gain is None else [gain.text(cost.total_s)])]
@@ -76,7 +76,7 @@ class StepComparison(RunPhase):
         self.gain = None
 
     def begin(self) -> None:
-        """Compare what this session has searched, if the first configs are not the winners."""
+        """Compare the contexts that this session searched, if not all first configs won."""
         tuned = [c for c in self._contexts.values() if c.began is not None and c.status is Status.TUNED]
         differ = [context for context in tuned if context.default != context.incumbent]
         before: Plan = {context.name: context.default for context in differ}

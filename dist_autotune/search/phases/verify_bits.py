@@ -207,7 +207,7 @@ class VerifyBits(Phase):
         return False
 
     def leave(self) -> None:
-        """Put what is not verified back to the first config: the session ends."""
+        """Put contexts that are not verified back to the first config: the session ends."""
         self._asked, self.is_over = None, True
         for context in self.unverified:
             if not context.provisional:
@@ -237,7 +237,7 @@ def _first(context: Context) -> int:
 
 
 def _order(context: Context) -> tuple[bool, float, str]:
-    """Sort choices first, which bring kernels; then what gains most: the last are the ones to give way."""
+    """Sort choices first, which bring kernels, then the largest gains: the last ones give way."""
     return not context.is_choice, context.times.ratio(context.incumbent, _first(context)), context.name
 
 

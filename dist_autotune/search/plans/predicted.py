@@ -1,4 +1,4 @@
-"""The search among plans of which some are launched: what they take lets expect which others may win.
+"""The search among many plans: it launches some, and their times tell which others may win.
 
 For kernels that hold the same share of the device with every candidate, and for one kernel beside options.
 What launches say of a candidate holds for the options beside which it was launched. Beside others another
@@ -112,7 +112,7 @@ def _untold(space: PlanSpace, plans: Sequence[Plan]) -> list[int]:
 def _first_wave(
     plans: Sequence[Plan], slower_ms: Sequence[float], likely_ms: float, untold: Container[int]
 ) -> list[int]:
-    """Return plans drawn from those that launches expect to lose little, then from the others."""
+    """Return plans drawn from those near the fastest by their launches, then from the others."""
     others = (index for index in range(1, len(plans)) if index not in untold)
     drawn = sorted(others, key=lambda index: digest(repr(sorted(plans[index].items()))))
     drawn.sort(key=lambda index: slower_ms[index] > slower_ms[0] + likely_ms)
@@ -140,7 +140,7 @@ def _likeness(space: PlanSpace, plans: Sequence[Plan]) -> Likeness:
 
 
 def _slower_ms(space: PlanSpace, plan: Plan) -> float:
-    """Return what the plan's launches are expected to take longer than the fastest candidates'."""
+    """Return the ms that the plan's launches are expected to take beyond the fastest candidates'."""
     launched = [kernel for kernel in space.kernels if kernel.name in plan]
     slower_ms = math.fsum(k.launches * (k.usable[plan[k.name]] - min(k.usable.values())) for k in launched)
     first = space.incumbents
@@ -149,7 +149,7 @@ def _slower_ms(space: PlanSpace, plan: Plan) -> float:
 
 
 class _ExpectedTimes:
-    """What the tried plans let expect of all: the ms that launches expect, and what each takes beyond that.
+    """Expected times of all plans, from the tried ones: the sum of the launches, and the ms beyond it.
 
     ms: of the tried plans, at first. Most are no spikes.
     """
@@ -183,7 +183,7 @@ class _ExpectedTimes:
         return sorted(chances, key=lambda i: (-chances[i], expected[i], i))[WAVE - 1 :: -1]
 
     def _likely_ms(self, index: int, ms: float) -> float:
-        """Return what a tried plan takes: of a time that may hold the host's, what is nearest to expected."""
+        """Return a tried plan's ms; of a time that may hold the host's, the value nearest to expected."""
         return min(max(self.by_launches[index], least(ms)), float(ms))
 
 

@@ -1,4 +1,4 @@
-"""The search for the plan whose runs are fastest: a generator of plans that is sent the agreed ms of each.
+"""The search for the plan with the fastest runs: a generator of plans that is sent the agreed ms of each.
 
 Few plans race at once. Of more, those race in which kernels leave the same room to others, beside options
 that choices of one kind take alike (`fastest_joint_plan`).
@@ -31,7 +31,7 @@ MOST_BESIDE = 6  # options of them
 
 @dataclass(frozen=True)
 class AskedPlan:
-    """A plan for the next run, which is a sample of what has this label."""
+    """A plan for the next run, which is a sample of this label."""
 
     plan: Plan
     label: str
@@ -45,7 +45,7 @@ Search: TypeAlias = Generator[AskedPlan, float, Plan]
 
 @dataclass(frozen=True)
 class RaceResult:
-    """What a race of plans has found. timed: plans by their times, the fastest first."""
+    """The result of a race of plans. timed: plans by their times, the fastest first."""
 
     winner: Plan
     timed: Sequence[tuple[float, Plan]] = ()
@@ -55,7 +55,7 @@ class RaceResult:
         return self.timed[0][1] if self.timed else self.winner
 
     def gain(self, base: Plan, expected_ms: float = 0.0) -> float:
-        """Return by what part of the base plan's time another is faster than `expected_ms` beyond it."""
+        """Return the part of the base plan's time that another gains against `expected_ms` beyond it."""
         base_ms = next((ms for ms, plan in self.timed if plan == base), math.inf)
         other_ms = next((ms for ms, plan in self.timed if plan != base), math.inf)
         return 1 - (other_ms - expected_ms) / base_ms if self.timed else 0.0
@@ -72,7 +72,7 @@ def runs_at_most(kernels: int, choices: Sequence[int]) -> int:
 
 
 def fastest_plan(space: PlanSpace, *, keeps_kernels: bool = False) -> Search:
-    """Return the plan whose runs are fastest; that of the incumbents wins ties.
+    """Return the plan with the fastest runs; the incumbents' plan wins ties.
 
     keeps_kernels: of too many plans, kernels keep their winners by launches.
     """

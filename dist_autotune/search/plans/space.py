@@ -1,4 +1,4 @@
-"""What plans there are: of each context the candidates that could win in the step; how they move together.
+"""The space of plans: of each context the candidates that could win in the step, alone or together.
 
 A candidate takes time and holds a share of the device. One that is slower by its launches can make the run
 faster only by what it leaves to others, so a context keeps the front of both.
@@ -68,7 +68,7 @@ class KernelLevels:
 
     @property
     def room_costs(self) -> float:
-        """Return by what part of its time it is slower, by launches, where it leaves room."""
+        """Return the part of its time that leaving room costs it, by launches."""
         full = round(self.share[self.fullest] / SHARE_STEP)
         with_room = (ms for index, ms in self.ms.items() if round(self.share[index] / SHARE_STEP) < full)
         return min(with_room) / self.ms[self.fullest] - 1
@@ -81,7 +81,7 @@ class KernelLevels:
         )
 
     def slower_ms(self, index: int) -> float:
-        """Return what its launches take longer with a candidate than with the incumbent."""
+        """Return the ms that its launches take longer with a candidate than with the incumbent."""
         return self.launches * (self.ms[index] - self.ms[self.incumbent])
 
     def within(self, share: float) -> int:
@@ -101,7 +101,7 @@ def levels_of(
     incumbent: int,
     launches: int = 1,
 ) -> KernelLevels:
-    """Return what the run judges of a context whose candidates took `ms` by launches.
+    """Return the candidates of a context that the run judges, from their `ms` by launches.
 
     Where all shares are known: the front, with the next fastest if it is short; else the fastest.
     """
@@ -167,7 +167,7 @@ class PlanSpace:
         return [kernel for kernel in self.kernels if self._is_launched(kernel.name, options)]
 
     def with_kernels(self, options: Plan, candidates: Plan) -> dict[str, int]:
-        """Return the plan of these options, with candidates, or else the incumbents, of what they launch."""
+        """Return the plan of these options, with the candidates, or incumbents, of their kernels."""
         asked = self._asked(options)
         return {**asked, **{k.name: candidates.get(k.name, k.incumbent) for k in self.launched_by(asked)}}
 
@@ -188,7 +188,7 @@ class PlanSpace:
                 yield {**options, **{k.name: i for k, i in zip(kernels, indices, strict=True)}}
 
     def joint_options(self, most: int) -> list[dict[str, int]]:
-        """Return the first options, then those in which choices that are alike take the same one.
+        """Return the first options, then combinations in which choices of one kind take the same one.
 
         Of more than `most` first those in which one kind of choices takes another: so each option is there.
         """
@@ -212,7 +212,7 @@ class PlanSpace:
         return [own, *alone, *(each for each in found[1:] if each not in alone)]
 
     def leaving_room(self) -> list[list[KernelLevels]]:
-        """Return kernels that may leave room: all that can, those that want it, and these with the next.
+        """Return groups of kernels that may leave room: all that can, that want it, these with neighbours.
 
         Those want it that are faster by launches where they and their neighbours leave room; a kernel beside
         them that leaves none delays what runs beside theirs. All alone where that promises little: a few
@@ -243,7 +243,7 @@ class PlanSpace:
         return [ordered[place] * SHARE_STEP for place in places]
 
     def _asked(self, options: Plan) -> dict[str, int]:
-        """Return the options of those choices that are asked for, beside the others."""
+        """Return the options of those choices that a run with them asks for."""
         asked = dict(options)
         while unasked := [name for name in asked if not self._is_launched(name, asked)]:
             for name in unasked:
