@@ -22,12 +22,12 @@ from ...formatting import counted
 LENT_STEPS = 64  # their overhead may be spent before they are made
 KNOWN = 8  # steps without new keys, of which the shortest is one of the program's
 NEAR = 3  # the last steps without tuning, whose median is what one takes by now; at first in a row
-MOST_BUSY = 8  # steps with a trial, compilers or exchanges in a row; then one tells what others take by now
+MOST_BUSY = 8  # steps with a trial or exchange, or twice as many beside compilers, before one tells the rest
 MOST_UNTOLD = 64  # steps in a row with none without tuning, of which a later one would tell nothing any more
 MARGIN = 0.9  # of the overhead is used: what a step without tuning takes is known to some per cent
 REFILLED = 0.75  # of what is lent: trials begin again when no more is spent
 MOST_APART = 16  # steps from one exchange to the next, at most
-WAITS_APART = 3  # the same while compilers are waited for
+WAITS_APART = 7  # the same while compilers are waited for
 MOST_HELD = 32  # steps in a row without a trial, where even those take longer than the overhead allows
 MOST_REPAID = 2000  # steps behind the last trial, likewise
 # Times a step without tuning, at most, that one counts: what takes longer is the program's, as a checkpoint.
@@ -133,7 +133,9 @@ class Pace:
         """Return the cost of the last steps by kind, given the time of one without tuning."""
         spent_s = dict.fromkeys(StepKind, 0.0)
         for kind, own_s in self._since_quiet:
-            spent_s[kind] += min(own_s, LONGEST * near_s) - near_s
+            beyond_s = min(own_s, LONGEST * near_s) - near_s
+            # A session opens within its first step, of which only the rest is told.
+            spent_s[kind] += max(beyond_s, 0.0) if kind is StepKind.NEW else beyond_s
         return spent_s
 
     def _decide(self, overhead: float, kind: StepKind) -> None:
@@ -143,7 +145,8 @@ class Pace:
             return
         lent_s = overhead * LENT_STEPS * self.step_s
         self._is_refilling = self._owed_s > lent_s * (REFILLED if self._is_refilling else 1)
-        looks = len(self._since_quiet) >= (MOST_BUSY if self._quiet_s else 1)
+        busy = sum(0.5 if kind is StepKind.COMPILING else 1.0 for kind, _ in self._since_quiet)
+        looks = busy >= (MOST_BUSY if self._quiet_s else 0.5)
         # While no candidate is compiled, one look more costs no trial.
         looks = looks and (self.is_felt or kind is StepKind.COMPILING)
         is_refilling = self.is_felt and self._is_refilling
