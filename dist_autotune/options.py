@@ -128,7 +128,7 @@ class Options:
                 object.__setattr__(self, name, Path(given).absolute())
 
     def at_first_call(self) -> Options:
-        """Return the options as the environment says by now: programs set variables behind their imports.
+        """Return the options as the environment says by now: programs set variables after their imports.
 
         The log directory stays that of the decoration.
         """

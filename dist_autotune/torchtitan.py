@@ -78,7 +78,7 @@ else:
             return _like(input, own, shard=SEQUENCE)
 
     class OverlappedFeedForward(FeedForward):
-        """SwiGLU behind one gather of its input, before a scatter of its output."""
+        """SwiGLU after one gather of its input, before a scatter of its output."""
 
         @dataclass(kw_only=True, slots=True)
         class Config(FeedForward.Config):

@@ -60,7 +60,7 @@ class OutputComparison:
         self._clock, self._named, self._rank = clock, named, rank
         self._result: Any = None
         self._digests: OutputDigests | None = None  # of the run under way
-        self._mark: Any = None  # of the clock, behind them
+        self._mark: Any = None  # of the clock, after them
         self._first: dict[str, str] | None = None  # digests to compare with, by path
         self._has_reported = False
         self.remark = ""  # for the log, on the last run

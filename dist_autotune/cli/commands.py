@@ -31,7 +31,7 @@ app.command("run", context_settings={"allow_interspersed_args": False})(run.prep
 
 
 def main() -> None:
-    """Run the command line. The program of `run` starts behind it, so its exceptions stay its own."""
+    """Run the command line. The program of `run` starts after it, so its exceptions stay its own."""
     programs: list[Callable[[], None]] = []
     hook = sys.excepthook  # typer's shows a program's errors in its own way
     with terminal.escaping_characters():

@@ -59,7 +59,7 @@ class Ending:
 class Child:
     """Work in a process forked from this one, in order; raises OSError where the system allows no fork.
 
-    A crash, or work that is late, ends the child: what stood behind it has no ending.
+    A crash, or work that is late, ends the child: what stood after it has no ending.
 
     is_cut_off: the child runs a user's hook; it has no file or socket and can open none. yields: it gets
     little time on the cores; the limit is of what one piece computes, and it may last ten times as long.

@@ -34,7 +34,7 @@ class Stage(enum.Enum):
 
     NEW: launched here, unknown to the peers. `Registry` chooses its first candidate anew in each run.
     CLAIMED: it has a result from memory (`Registry` at its first launch) or from disk (`Registry.open`).
-    SHARED: all ranks share its search (`Registry.apply_outcomes`, behind the run in which one announced it).
+    SHARED: all ranks share its search (`Registry.apply_outcomes`, after the run in which one announced it).
     SETTLED: its search has a final result (`Search`, on the deciding rank). A provisional result leaves it
         SHARED in the next session.
     """
@@ -74,7 +74,7 @@ class RunLaunches(Struct, gc=False):
     ran: dict[str, None] = {}  # candidates; several where the choice has failed
     count: int = 0
     report: Part | None = None  # what this rank reports of them
-    wanted: set[str] | None = None  # candidates to compile behind the run; None: not asked yet
+    wanted: set[str] | None = None  # candidates to compile after the run; None: not asked yet
 
 
 @dataclass(eq=False)

@@ -247,7 +247,7 @@ def without_overlap(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _ordered_with(stream: Any) -> Any:
-    """Order the block's work on the current stream: behind the work of `stream`, before its further work."""
+    """Order the block's work on the current stream: after the work of `stream`, before its further work."""
     if stream is None:
         yield
         return

@@ -70,7 +70,7 @@ class Courier:
     def start(self, operation: Callable[[Any], T]) -> Future[T]:
         """Queue `operation`: the thread calls it with its connection, after earlier ones.
 
-        Behind `close` it fails at once.
+        After `close` it fails at once.
         """
         future: Future[T] = Future()
         self._asked.put((operation, future))
@@ -85,7 +85,7 @@ class Courier:
         return result_of(self.start(operation), limit_s)
 
     def close(self) -> None:
-        """End the thread behind its last operation. Takes no lock: a garbage collector may call it."""
+        """End the thread after its last operation. Takes no lock: a garbage collector may call it."""
         self._asked.put(None)
 
     def _serve(self, connect: Callable[[], Any] | None) -> None:
@@ -101,7 +101,7 @@ class Courier:
                 future.set_exception(StoreLost(str(error)))
             del asked, operation, future  # and what they carry
         self._connection = None
-        self._has_ended = True  # before what has come behind the end is refused: nobody waits for it
+        self._has_ended = True  # before what has come after the end is refused: nobody waits for it
         self._refuse_left()
         _couriers.discard(self)
 

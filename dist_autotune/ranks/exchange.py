@@ -293,9 +293,9 @@ class Exchanges:
                 while store.check([str(number)]) and time.monotonic() < until:
                     time.sleep(1e-3)
 
-        has_ended(self._at_once(lambda store: None), self._limit_s)  # behind the last beat,
+        has_ended(self._at_once(lambda store: None), self._limit_s)  # after the last beat,
         self._courier = self._courier or self._connections.take()
-        if has_ended(self._wait_for(write), self._limit_s):  # and behind the wait for the end
+        if has_ended(self._wait_for(write), self._limit_s):  # and after the wait for the end
             self.close()
 
     def _wait_for(self, operation: Callable[[Any], T]) -> Future[T]:

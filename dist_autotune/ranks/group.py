@@ -61,7 +61,7 @@ class RankGroup:
         raise NotImplementedError
 
     def call_count(self, session: str, watch: Watch) -> CallCount | None:
-        """Return the count of a function's calls behind a session; None: nobody asks about them."""
+        """Return the count of a function's calls after a session; None: nobody asks about them."""
         return None
 
     def busy(self) -> Block:

@@ -7,7 +7,7 @@ call without asking, or by one that has asked and waited for `ANSWER_S`. So all 
 
 Ranks that ask nothing answer by a thread, which reads how many calls they have made. Its mailbox in the store
 is a *bell*, for which it waits, and the numbered letters of each rank that writes. The question about call 7
-behind session s has these keys: `s/7` is its outcome, `s/7/asked` counts the ranks that ask, `s/7/at/3` says
+after session s has these keys: `s/7` is its outcome, `s/7/asked` counts the ranks that ask, `s/7/at/3` says
 how far rank 3 is, `s/7/late` counts on while a rank is inside the call, `s/7/left` counts the ranks that need
 it no more; the last deletes all. A rank that asks counts itself out, whenever its thread reads the letter;
 for one that does not ask, the thread does.
@@ -58,7 +58,7 @@ class Letter(Struct, frozen=True, omit_defaults=True):
         return f"dist_autotune/questions/{self.session}/{self.call}{'b' if self.begins else ''}{part}"
 
     def arrive(self, store: Any, ended: int) -> int:
-        """Ask, behind so many calls; return how many ranks have asked."""
+        """Ask, after so many calls; return how many ranks have asked."""
         store.set(self.key(f"/at/{self.rank}"), f"{ended} asks")
         arrived: int = store.add(self.key("/asked"), 1)
         if arrived == len(self.ranks):
@@ -143,7 +143,7 @@ class CallCount:
         return min([self.begun + 1, *self.under_way.values()]) - 1
 
     def ask(self, call: int, *, begins: bool = False) -> Answer:
-        """Ask about a call, behind it or before it; return the outcome.
+        """Ask about a call, after it or before it; return the outcome.
 
         A store that is lost is an answer, too.
         """
@@ -199,7 +199,7 @@ class Questions:
             if reader != letter.rank:
                 number, self._posted[reader] = self._posted[reader], self._posted[reader] + 1
                 store.set(_slot(reader, letter.rank, number), _to_bytes(letter))
-                store.set(_bell(reader), b"")  # behind the letter
+                store.set(_bell(reader), b"")  # after the letter
 
     def answer(self, letter: Letter, ended: int) -> Answer:
         """Return the outcome of a question that this rank asks; raises StoreLost."""
@@ -207,7 +207,7 @@ class Questions:
         deadline = began + ANSWER_S
 
         def look(store: Any) -> str:
-            """Return the outcome; behind the deadline write it, unless a rank has been inside the call."""
+            """Return the outcome; after the deadline write it, unless a rank has been inside the call."""
             nonlocal deadline, late
             if (now := time.monotonic()) < deadline or store.check([letter.key()]):
                 return bytes(store.get(letter.key())).decode() if store.check([letter.key()]) else ""
@@ -306,7 +306,7 @@ class _Listener:
             store.set(letter.key(f"/at/{self._rank}"), str(count.ended))
         while True:
             is_past = (count.begun if letter.begins else count.ended) >= letter.call
-            if self._asks(count, letter):  # told before it is past the call: to be read behind that
+            if self._asks(count, letter):  # told before it is past the call: to be read after that
                 return
             if is_past or time.monotonic() > latest:
                 break

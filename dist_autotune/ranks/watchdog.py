@@ -77,7 +77,7 @@ class Watchdog:
         try:
             yield
         finally:
-            with self._beating:  # none is sent behind the block
+            with self._beating:  # none is sent after the block
                 self._compiling -= 1
 
     def idle(self, tell: Callable[[], None] | None) -> None:

@@ -1,7 +1,7 @@
 """Finds work in place that nobody declared: the first run, made once more, leaves other values.
 
-What kernels were given and what torch changed, if it was there before the call, is copied behind the first
-run and compared behind the second one: by its bits, then by value, as sums of floats depend on the order of
+What kernels were given and what torch changed, if it was there before the call, is copied after the first
+run and compared after the second one: by its bits, then by value, as sums of floats depend on the order of
 atomic additions.
 """
 

@@ -36,7 +36,7 @@ class OptimizerSteps:
     Steps without a forward pass between them are a series: those of one training step. The optimizer that
     steps first leads; with which of its steps a series ends is learnt from earlier ones. All follows from the
     order of steps, so it is the same on ranks whose other optimizers differ. Steps in a backward pass end the
-    run behind that.
+    run after that.
     """
 
     missing = "no optimizer of torch.optim has stepped. Name what ends a run: --step module:function"

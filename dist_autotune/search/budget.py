@@ -60,7 +60,7 @@ class RunsMade:
     idle: int = 0  # without a trial, in a row
     is_sample: bool = False  # the time of the last one as a whole was one
     has_compared: bool = False  # steps, as they were and are
-    pays_back: bool = False  # the next one, behind the last trial
+    pays_back: bool = False  # the next one, after the last trial
     trials: int = 0
     waits: int = 0  # online: for a trial's time
     held: int = 0  # online: until candidates were compiled

@@ -168,7 +168,7 @@ class RunReport(Message, frozen=True, tag="run"):
     bits: Bits | None = None  # None: they are not compared
     elapsed_s: float = 0.0
     host: HostTimes = HostTimes()
-    step_s: float = 0.0  # since the run before, or the exchange behind that, has ended
+    step_s: float = 0.0  # since the run before, or the exchange after that, has ended
     apart: int = 0  # runs since the last exchange, before this one
     apart_s: float = 0.0  # of one of them
     exchange_s: float = 0.0  # that the last exchange took between two runs

@@ -86,7 +86,7 @@ class Search:
 
     @property
     def point(self) -> str:
-        """Return where the session stands; behind a failed exchange it may be ahead of the ranks."""
+        """Return where the session stands; after a failed exchange it may be ahead of the ranks."""
         return f"{self.orders.session} {self.state.runs}"
 
     # -- a session -----------------------------------------------------------------------------------------

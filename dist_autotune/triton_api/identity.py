@@ -113,7 +113,7 @@ def tell_apart(configs: Sequence[Any]) -> None:
 def hook_text(hook: Any) -> str:
     """Return a Python callable as text, the same on every rank: name and sources.
 
-    Behind `tell_apart` the text may also hold defaults and captured values as they were then; of a list or
+    After `tell_apart` the text may also hold defaults and captured values as they were then; of a list or
     an object, the type.
     """
     try:

@@ -394,7 +394,7 @@ class Calls:
     def _current_state(self, mode: str) -> FunctionState:
         """Return the state of the function; make a new one if the group or the mode has changed.
 
-        A retune that was asked for begins here; amid a session, all ranks begin it behind their next trial.
+        A retune that was asked for begins here; amid a session, all ranks begin it after their next trial.
         """
         session = self._session
         if self._is_to_retune and session is not None and not session.may_be_left:

@@ -89,7 +89,7 @@ class RankRun:
         self._apart_s.append(self._end_step())
 
     def _end_step(self) -> float:
-        """Return the seconds since the run before, or the exchange behind that, has ended."""
+        """Return the seconds since the run before, or the exchange after that, has ended."""
         began, self._step_began = self._step_began, time.monotonic()
         return self._step_began - began
 

@@ -94,7 +94,7 @@ class Session(SessionExchanges):
             dispatcher.run_under_way = None  # no function, before which a Ctrl-C might come
 
     def _apply(self, order: Order) -> None:
-        """Take over the order behind a run: publish the results that it settles, and record both."""
+        """Take over the order after a run: publish the results that it settles, and record both."""
         state, orders, run = self.state, self.state.orders, self.state.orders.runs
         assert order.run is not None
         self._stage = SessionStage.APPLYING

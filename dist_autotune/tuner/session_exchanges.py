@@ -32,7 +32,7 @@ class SessionStage(enum.Enum):
 
     BETWEEN_RUNS: nothing of a run is under way, or the session is not open yet.
     IN_FUNCTION: the user's function runs; what it raises is its caller's (`one_run`).
-    APPLYING: the order behind a run is applied; an error leaves half a step (`_apply` of `Session`).
+    APPLYING: the order after a run is applied; an error leaves half a step (`_apply` of `Session`).
     INTERRUPTED: a run failed on some rank; the next call goes on if all ranks can (`_leave`, `resume`).
     CLOSED, FAILED: only the report is left (`close`); the next call opens another session where it FAILED.
     """
@@ -65,7 +65,7 @@ class SessionExchanges(abc.ABC):
         self._interrupted_by = ""  # the failure of the run that left it INTERRUPTED
         self._until_peers = 0  # so many calls until they come to the exchange that the failure has ended
         self._longest_run_s, self._asides = 0.0, 0  # in a row, as peers made no call
-        self.left, self.left_because = tuple[RankContext, ...](), ""  # the keys that stay untuned behind it
+        self.left, self.left_because = tuple[RankContext, ...](), ""  # the keys that stay untuned after it
         self._may_resume = not state.orders.verifies  # another call has other inputs, and other bits
 
     @abc.abstractmethod
@@ -142,7 +142,7 @@ class SessionExchanges(abc.ABC):
             self._drop(error)
 
     def leave_untuned(self, reason: str) -> None:
-        """Leave the keys without a result untuned behind the session."""
+        """Leave the keys without a result untuned after the session."""
         self.left, self.left_because = self.state.registry.untuned(), reason
 
     @contextlib.contextmanager
@@ -203,7 +203,7 @@ class SessionExchanges(abc.ABC):
         self.close(error, outcome)
 
     def resume(self) -> None:
-        """Behind a run that failed on some rank: go on if all ranks have one state; else all drop theirs."""
+        """After a run that failed on some rank: go on if all ranks have one state; else all drop theirs."""
         if not self.is_interrupted:
             return
         failure, self._stage = self._interrupted_by, SessionStage.BETWEEN_RUNS

@@ -42,7 +42,7 @@ class SettledCalls:
         self._stopped = ""  # why no key asks for a session
         self._unanswered = 0  # questions in a row that some rank gave no answer to
         self._has_unshared = False  # results that no session has shared: this rank asks before its next call
-        self._told_of = ""  # the session behind which stderr has a line
+        self._told_of = ""  # the session after which stderr has a line
         self._met: collections.Counter[str] = collections.Counter()  # online: in how many settled calls
 
     @property
@@ -173,7 +173,7 @@ class SettledCalls:
         return function.tunes and (function.is_alone or self._options.watch) and not asks_nobody
 
     def _tell(self, state: FunctionState, count: CallCount, text: str, answer: Answer) -> None:
-        """Say once behind a session, on stderr, which ranks have made how many calls."""
+        """Say once after a session, on stderr, which ranks have made how many calls."""
         if self._told_of != count.session:
             self._told_of = count.session
             calls = ", ".join(f"rank {rank}: {calls}" for rank, calls in sorted(answer.calls.items()))

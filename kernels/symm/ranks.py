@@ -87,7 +87,7 @@ class SharingRanks:
         left = [rank for rank, (at, _) in enumerate(self._meet(step, None)) if at != step]
         if left:
             raise SymmetricMemoryError(
-                f"{self} closed its memory, which ranks {left} had left behind a failure of theirs. Open "
+                f"{self} closed its memory, which ranks {left} had left after a failure of theirs. Open "
                 "another on all ranks"
             )
 

@@ -43,7 +43,7 @@ _AT_LEAST_TOLD = 16  # candidates of these, or where four keys tell a quarter: 1
 _SHARE_MEANWHILE = 0.6  # of fewer than a hundred, where other keys tell since the first trial
 _SHARE_OF_SMALL = 0.25
 MORE_RUNS = 24  # of the fastest and the first, where the noise may explain what lies between them
-_WAVE_TOLD = 4  # of those behind the first three
+_WAVE_TOLD = 4  # of those after the first three
 _WAVE_ONLINE = 4  # at least: steps go on while a wave is compiled, and each one takes as long as its slowest
 _NORMAL = statistics.NormalDist()
 
@@ -67,7 +67,7 @@ class Meanwhile:
     told: TimesByKey = field(default_factory=dict)  # by the kernel's keys, this one too
     part: float = 1.0  # of a run, that this key takes for sure
     most: float | None = 1.0  # of a run, that this key may take; None: not known yet
-    is_online: bool = False  # what it takes is known some steps behind the first candidate's trial
+    is_online: bool = False  # what it takes is known some steps after the first candidate's trial
 
 
 class TrialOrder:

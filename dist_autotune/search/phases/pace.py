@@ -5,7 +5,7 @@ spent, and so does each exchange, and what a step takes longer that is reported 
 and slow in turns adds nothing. Each step may spend `overhead` of what it takes without tuning. Where more
 is spent, the next steps hold no trial, most of them no exchange, and compilers that alone take more pause.
 At the beginning more may be spent, so that most of the session runs with a fast config; it is paid back, at
-the latest behind the last trial, with what the first configs took beyond the winners, once steps have told
+the latest after the last trial, with what the first configs took beyond the winners, once steps have told
 that.
 """
 
@@ -29,7 +29,7 @@ REFILLED = 0.75  # of what is lent: trials begin again when no more is spent
 MOST_APART = 16  # steps from one exchange to the next, at most
 WAITS_APART = 7  # the same while compilers are waited for
 MOST_HELD = 32  # steps in a row without a trial, where even those take longer than the overhead allows
-MOST_REPAID = 2000  # steps behind the last trial, likewise
+MOST_REPAID = 2000  # steps after the last trial, likewise
 # Times a step without tuning, at most, that one counts: what takes longer is the program's, as a checkpoint.
 LONGEST, LONGEST_QUIET = 5.0, 1.5
 

@@ -17,7 +17,7 @@ from ..shared_context import Status
 from .phase import RunPhase, TakeTurns
 
 FAMILY, OWN_SAY = 3, 1.15  # contexts of a kernel that steady each other; how far one may differ from them
-EXPLORED_RUNS = 2  # of an option, behind the tuning of its kernels: first uses cost the host
+EXPLORED_RUNS = 2  # of an option, after the tuning of its kernels: first uses cost the host
 HOST_SHARE = 0.95  # of the device's time of a run: a host that takes longer bounds it
 
 
@@ -100,7 +100,7 @@ class RaceRuns(RunPhase):
         if raced and self._objective != "graph" and self._host_ms >= HOST_SHARE * raced[0][0]:
             self.remark = (
                 f"the host bounds this function: it takes {self._host_ms:.3g} ms to enqueue a run, of which "
-                f"the device works {raced[0][0]:.3g} ms. Plans were compared by the device's time, behind a "
+                f"the device works {raced[0][0]:.3g} ms. Plans were compared by the device's time, after a "
                 "filler; they matter once the host is faster, or in a CUDA graph"
             )
 

@@ -1,4 +1,4 @@
-"""Verifies behind the search that the winners leave the outputs, bit for bit, as the first configs do.
+"""Verifies after the search that the winners leave the outputs, bit for bit, as the first configs do.
 
 The first configs run twice, then the winners. Where outputs differ, one half of the contexts takes its
 winners, then the other, down to single contexts: those go back to their next best candidate.
@@ -105,7 +105,7 @@ class VerifyBits(Phase):
         if not report.bits.tensors:
             self._give_up(NO_TENSOR)
         elif not report.launched <= self._agreed.keys() or any(not c.settled for c in self._launched):
-            self._asked, self.is_over = None, False  # it begins anew behind their searches
+            self._asked, self.is_over = None, False  # it begins anew after their searches
         elif self._asked is not None:
             self._advance(self._asked, report, report.bits)
 

@@ -117,7 +117,7 @@ def test_a_close_of_memory_that_a_peer_has_abandoned_meets_no_later_exchange_of_
     if rank == 0:
         first.abandon()
     else:
-        with pytest.raises(SymmetricMemoryError, match=r"which ranks \[0\] had left behind a failure"):
+        with pytest.raises(SymmetricMemoryError, match=r"which ranks \[0\] had left after a failure"):
             first.close()
     second.close()
     with open_symmetric_memory(backend="shm") as third:
