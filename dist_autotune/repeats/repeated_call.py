@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -15,6 +16,14 @@ from .arguments import Arguments
 
 T = TypeVar("T")
 Hook = Callable[[Any], Any]
+
+
+class ReturnedInChild(BaseException):
+    """The function has returned in a child that was forked in it: the child leaves the session."""
+
+    def __init__(self, result: Any = None) -> None:
+        super().__init__()
+        self.result = result
 
 
 class RepeatedCall(Generic[T]):
@@ -35,15 +44,15 @@ class RepeatedCall(Generic[T]):
     ) -> None:
         self._name, self._thunk, self._arguments, self._left = name, thunk, arguments, left
         self.has_run, self._runs = has_run, 1 if has_run else 0
-        self._saved = SavedTensors()
+        self._saved, self._pid = SavedTensors(), os.getpid()
 
     def __call__(self) -> T:
-        """Make one run; an exception from it says that it was a repetition."""
+        """Make one run; an exception from it says that it was a repetition. Raises ReturnedInChild."""
         self._arguments.restore()
         self._runs += 1
         try:
             with self._saved:
-                return self._thunk()
+                result = self._thunk()
         except Exception as error:
             if self._runs > 1 and not (isinstance(error, TuningError) or is_reported(error)):
                 note = (
@@ -54,6 +63,9 @@ class RepeatedCall(Generic[T]):
                 with contextlib.suppress(Exception):  # it takes none
                     error.add_note(note)
             raise
+        if os.getpid() != self._pid:
+            raise ReturnedInChild(result)
+        return result
 
     def end(self, *, with_first: bool = False) -> None:
         """End with the last run, or the first one: the caller's autograd hooks get its saved tensors."""

@@ -20,7 +20,7 @@ from ..ranks.exchange import ExchangeWait
 from ..ranks.group import RankGroup
 from ..ranks.turns import Turns
 from ..repeats.arguments import Arguments
-from ..repeats.repeated_call import RepeatedCall, saved_tensor_hooks
+from ..repeats.repeated_call import RepeatedCall, ReturnedInChild, saved_tensor_hooks
 from ..triton_api import identity, interception
 from ..triton_api.interception import INTERCEPTION, PROGRAM, propagate_to_autograd
 from ..triton_api.turn import ProcessTurn, one_at_a_time, session_turn
@@ -32,10 +32,6 @@ from .session import Session
 from .settled_calls import SettledCalls
 
 T = TypeVar("T")
-
-
-class _InChild(BaseException):
-    """The function has returned in a child that was forked in it: the child leaves the session."""
 
 
 class Calls:
@@ -220,22 +216,14 @@ class Calls:
 
         beside: see `Session.replay`. has_run: the call has made a settled run, which found these arguments.
         """
-        pid, results = os.getpid(), list[T]()  # of a child
-
-        def run() -> T:
-            result = thunk()
-            if os.getpid() != pid:
-                results.append(result)
-                raise _InChild
-            return result
-
         left = None if beside is None else Arguments(thunk)
-        call = RepeatedCall(self._name, run, arguments, left, has_run=has_run)
+        call = RepeatedCall(self._name, thunk, arguments, left, has_run=has_run)
         try:
             with self._session_under_way(state) as session:
                 return session.replay(call, beside=beside)
-        except _InChild:
-            return results[0]
+        except ReturnedInChild as child:
+            result: T = child.result
+            return result
         finally:
             self._changes_arguments |= arguments.have_changed
             state.written.end_call()
@@ -245,11 +233,15 @@ class Calls:
         """Make the block one run of the session; raises PutAside only before the block."""
         has_run, pid = False, os.getpid()
         try:
-            with contextlib.suppress(_InChild), self._session_under_way(state) as session, session.online():
+            with (
+                contextlib.suppress(ReturnedInChild),
+                self._session_under_way(state) as session,
+                session.online(),
+            ):
                 yield
                 has_run = True
                 if os.getpid() != pid:
-                    raise _InChild
+                    raise ReturnedInChild
         except PutAside:
             if not has_run:
                 raise
