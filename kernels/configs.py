@@ -141,7 +141,7 @@ do_bench = _time_once if INTERPRETED else None
 class TakeFirst(threading.local):
     """Times nothing, and so has Triton's own autotuner take the first config that is left.
 
-    For a kernel that does not end alone, or not twice: its peers' part is enqueued behind the timed launch.
+    For a kernel that does not end alone, or not twice: its peers' part is enqueued after the timed launch.
     """
 
     _asked = 0

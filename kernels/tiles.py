@@ -42,7 +42,7 @@ def chiplet_number(visit, program, programs, tiles, CHIPLETS: tl.constexpr, CHUN
     whole = tiles // block * block
     place = number // CHIPLETS
     moved = place // CHUNK * block + number % CHIPLETS * CHUNK + place % CHUNK
-    inside = min(max(whole - number, 0), 1)  # 1 in the whole blocks, 0 behind them
+    inside = min(max(whole - number, 0), 1)  # 1 in the whole blocks, 0 after them
     return inside * moved + (1 - inside) * number
 
 
@@ -92,7 +92,7 @@ def rotated_chunk(tile, tiles_per_chunk, chunks, first):
 
 @functools.cache
 def on_host(schedule: Any) -> Callable[..., Any]:
-    """Return the Python function behind a `@triton.jit` function of arithmetic alone, for integers."""
+    """Return the Python function of a `@triton.jit` function of arithmetic alone, for integers."""
     function = schedule.fn
     called = {name: function.__globals__.get(name) for name in function.__code__.co_names}
     names = {name: on_host(value) for name, value in called.items() if hasattr(value, "fn")}

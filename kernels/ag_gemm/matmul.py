@@ -1,4 +1,4 @@
-"""Products by cuBLAS, behind a gather by a collective."""
+"""Products by cuBLAS, after a gather by a collective."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FEWEST_COLUMNS_OF_FP8 = 16  # of which cuBLAS takes multiples
 
 
 def multiply_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, epilogue: Epilogue) -> None:
-    """Write left [M, K] @ right [K, N], behind its epilogue, to `out` [M, N].
+    """Write left [M, K] @ right [K, N], after its epilogue, to `out` [M, N].
 
     An epilogue that is more than scales takes scratch memory, a few times [M, N] in float32.
     """

@@ -213,7 +213,7 @@ class AllGatherGemm(NumberedCalls):
         """The symmetric input buffer [m_per_rank, K]: `op(op.shard[:m], weight)` copies nothing.
 
         Write it on the stream of the calls; it is free again as soon as a call has returned, which may have
-        overwritten the rows behind the first m.
+        overwritten the rows after the first m.
         """
         self._check_usable()
         return self._buffer.shard

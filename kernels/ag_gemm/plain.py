@@ -59,7 +59,7 @@ def all_gather_gemm(
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
     b_ptr,  # weight [N, K], its rows, or BY_COLUMNS its columns, contiguous and stride_b apart
     c_ptr,  # out [M, N], or [M, N / 2] under a gated activation; rows stride_cm apart
-    row_scale_ptr,  # float32 [WORLD, capacity], behind the rows of A; or None
+    row_scale_ptr,  # float32 [WORLD, capacity], after the rows of A; or None
     column_scale_ptr,  # float32 [N], or None
     bias_ptr,  # [N], or None
     M,
@@ -126,7 +126,7 @@ def all_gather_gemm(
                 *(own_ptr, a_ptr, program, m, capacity, a_pitch, table_ptr, counts_ptr, peers),
                 *(WORLD, STORERS),
             )
-            program = WORLD * tiles_per_chunk + STORERS  # behind all tiles
+            program = WORLD * tiles_per_chunk + STORERS  # after all tiles
         program -= STORERS
         programs -= STORERS
 
@@ -151,7 +151,7 @@ def all_gather_gemm(
             *(acc, rows, columns, row_scale_ptr, column_scale_ptr, m, N, chunk * capacity, a_pitch // 4)
         )
         acc = apply_epilogue(acc, rows, columns, None, bias_ptr, m, N, ACTIVATION)
-        if STORERS:  # no kernel behind this one writes NaN
+        if STORERS:  # no kernel after this one writes NaN
             acc = tl.where(arrived >= GIVEN_UP, float("nan"), acc)
         if USE_TMA:
             _store_tma(acc, c_desc, chunk, row, col // SUMS, SUBTILE)

@@ -9,7 +9,7 @@ are here. Meanwhile the tensor cores work on the blocks that are loaded, up to N
               store reaches into the next chunk. So is the last column of tiles, to end with the weight, where
               TMA can begin there. Where two tiles overlap both compute the same sums, to the bit, so either
               store may be the last
-    scales    the storing warps read the scale behind each row, by ordinary loads. The load warp has acquired
+    scales    the storing warps read the scale after each row, by ordinary loads. The load warp has acquired
               the flag of the rows; its arrival at the mbarrier of its loads releases that, and the storing
               warps acquire it when they wait for the mbarrier
 
@@ -43,7 +43,7 @@ class GatheredChunks:
 
     peers: gl.tuple  # Peers
     m: gl.tensor
-    last_col: gl.tensor  # no tile begins behind it: loads from beyond the last column are slow
+    last_col: gl.tensor  # no tile begins after it: loads from beyond the last column are slow
     tiles_m: gl.tensor  # of a chunk
     tiles_n: gl.tensor
     tiles: gl.tensor  # of all chunks
@@ -57,7 +57,7 @@ class GatheredChunks:
     def find(self, number):
         """Return the tile's chunk, its first row in that chunk and its first column.
 
-        Without such a tile, the last one's: behind the last group the arithmetic would divide by zero.
+        Without such a tile, the last one's: after the last group the arithmetic would divide by zero.
         """
         number = min(number, self.tiles - 1)
         chunk, inner = rotated_chunk(number, self.tiles_m * self.tiles_n, self.WORLD, self.peers.rank)
@@ -115,7 +115,7 @@ def specialized_all_gather_gemm(
     c_desc,  # out [M, N], or [M, N / 2] under a gated activation
     flags_ptr,  # int32 [FLAGS, WORLD]
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
-    row_scale_ptr,  # float32 [WORLD * capacity], behind the rows of A; or None
+    row_scale_ptr,  # float32 [WORLD * capacity], after the rows of A; or None
     column_scale_ptr,  # float32 [N], or None
     bias_ptr,  # [N], or None
     M,

@@ -234,7 +234,7 @@ class Ballots:
     def read(self) -> dict[int, int]:
         """Return the terms of each rank in this call, once all have named them; raises PeerTimeout.
 
-        To be called behind `cast`: see [Note: ballots end].
+        To be called after `cast`: see [Note: ballots end].
         """
         return self._read_all(self._call)
 

@@ -192,7 +192,7 @@ class Collective:
             gathered.copy_(shard)
 
     def start_all_gather(self, gathered: torch.Tensor, shard: torch.Tensor) -> Callable[[], None]:
-        """Enqueue the same beside later work; return a function that orders still later work behind it."""
+        """Enqueue the same beside later work; return a function that orders still later work after it."""
         if self._world_size == 1:
             return lambda: None
         return self._start(all_gather, gathered, shard)

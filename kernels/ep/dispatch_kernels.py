@@ -116,7 +116,7 @@ def send_tokens(
         of_all = tl.sum(tokens, axis=0) * K
         in_slots = (number & 1) * WORLD * most_tokens * K
         of_slot_ptr = ids_ptr + tl.cast(in_slots, tl.int64)
-        # Behind the choices of all ranks come those that would be the first of each expert, and the end.
+        # After the choices of all ranks come those that would be the first of each expert, and the end.
         for begin in range(tl.program_id(0) * MINE, of_all + experts + 1, shares * MINE):
             items = begin + tl.arange(0, MINE)
             positions = positions_of(items, tokens, most_tokens, K, RANKS)

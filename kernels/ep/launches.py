@@ -45,7 +45,7 @@ _COUNT, _PLACE, _COLLECT = map(PlainLaunches, (count_choices, place_choices, col
 class Dispatched:
     """What a dispatch has brought: the rows of this rank's experts, and where they came from.
 
-    rows: [C, H], or of `dispatch_matmul` [C, N], by expert, within an expert by source rank and token; behind
+    rows: [C, H], or of `dispatch_matmul` [C, N], by expert, within an expert by source rank and token; after
     `offsets[-1]` undefined.
     offsets: int32 [experts / W + 1], on the device: where the rows of each expert begin.
     """

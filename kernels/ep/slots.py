@@ -28,28 +28,28 @@ choices. The backward pass of a combine is `send_tokens` of the gradients, `grad
 Of few tokens `send_tokens` is the whole dispatch, and one `combine_rows` the whole combine. Peers cannot
 tell: slots and flags are the same, so each rank chooses by itself.
 
-[Note: complete before it is counted] A program counts what it has sent, with a release, behind its stores;
+[Note: complete before it is counted] A program counts what it has sent, with a release, after its stores;
 the one that counts last has acquired the counts of all, and releases the flag at the scope of the system.
 
 [Note: two slots take turns] Rank r writes slot c % 2 of rank p in exchange c of a kind.
-Before, r waited in exchange c - 1 for p's flag of c - 1, which p raised behind its exchange c - 2, in the
+Before, r waited in exchange c - 1 for p's flag of c - 1, which p raised after its exchange c - 2, in the
 order of its stream: all reads of that slot had ended.
 
-[Note: an exchange ends] Kernels that store wait for nothing. Kernels that wait come behind the own stores, so
+[Note: an exchange ends] Kernels that store wait for nothing. Kernels that wait come after the own stores, so
 that no peer waits for a program that finds no room. Every wait is bounded: see `signals`.
 
 [Note: in one launch] What a launch sends is divided into as many shares as it has programs, which claim them
 one by one. A program waits once none is left: all have been claimed by programs that have begun, and those
-send without waiting. So the flag rises, with room for one program on each rank. Behind the wait no program
+send without waiting. So the flag rises, with room for one program on each rank. After the wait no program
 needs another of its launch: of a dispatch each finds the places of its own rows, by counting all choices
-that come before them, as ids lie in this rank's slot, too, behind its own flag. Nobody claims any more when
+that come before them, as ids lie in this rank's slot, too, after its own flag. Nobody claims any more when
 the last program ends; it puts the counters back.
 
 [Note: an exchange is lost once] All programs must find the same peers lost: one that counts the choices of
 a peer, and another that places none of them, would leave rows without a source. So the flag decides. A peer
 raises it from c - 1 to c by a compare-and-swap; a program that gives the peer up swaps what it has seen for
 c - 1 + GIVEN_UP. One of the two succeeds, and stands. A rank that leaves adds GIVEN_UP to its flags: what it
-has completed stays completed, for programs that have not looked yet. Behind a failure a slot may be written
+has completed stays completed, for programs that have not looked yet. After a failure a slot may be written
 while it is read, so no position outside of the slots is followed: see `rank_of`.
 
 The number of an exchange is counted on the device, by its last kernel: eager calls and replays do the same.
@@ -118,7 +118,7 @@ def claim(state_ptr, KIND: tl.constexpr):
 
 @triton.jit
 def is_last(state_ptr, shares, KIND: tl.constexpr, COLUMN: tl.constexpr):
-    """Count so many shares behind this program's stores; return whether it has counted the last one.
+    """Count so many shares after this program's stores; return whether it has counted the last one.
 
     See [Note: complete before it is counted].
     """
@@ -140,7 +140,7 @@ def end_exchange(state_ptr, KIND: tl.constexpr):
 
 @triton.jit
 def raise_flags(flags_table_ptr, flags_ptr, state_ptr, rank, KIND: tl.constexpr, WORLD: tl.constexpr):
-    """Raise this rank's flag, behind all stores of this program, on all ranks that have not given it up.
+    """Raise this rank's flag, after all stores of this program, on all ranks that have not given it up.
 
     A lane for each rank: one after the other would each wait for the link.
     """

@@ -159,7 +159,7 @@ def place_choices(
 
 @triton.jit
 def positions_of(items, tokens, most_tokens, K: tl.constexpr, RANKS: tl.constexpr):
-    """Return the positions in a slot of items, which number the choices of all ranks; behind the last -1."""
+    """Return the positions in a slot of items, which number the choices of all ranks; after the last -1."""
     ends = tl.cumsum(tokens, axis=0) * K
     ranks = tl.sum((ends[None, :] <= items[:, None]).to(tl.int32), axis=1)
     is_of = ranks[:, None] == tl.arange(0, RANKS)[None, :]

@@ -106,7 +106,7 @@ def _tell_behind(
     *,
     has_permits: bool,
 ) -> None:
-    """Tell the peers behind this call's pushes, which would lower again what they are told.
+    """Tell the peers after this call's pushes, which would lower again what they are told.
 
     As each peer comes, if this call has not taken its permit, or closing has ended the pushes early.
     """
@@ -119,7 +119,7 @@ def _tell_behind(
 
 
 def _tell(told: dict[int, tuple[torch.Tensor, list[Write]]], timeout_s: float) -> None:
-    """Tell each peer as soon as it comes: none of them waits behind another."""
+    """Tell each peer as soon as it comes: none of them waits after another."""
     deadline = time.monotonic() + timeout_s
     while told and time.monotonic() < deadline:
         for peer in [peer for peer, (permit, _) in told.items() if int(permit) >= 1]:

@@ -71,7 +71,7 @@ def part_from_peers(m, peers, WORLD: tl.constexpr, PUSHES: tl.constexpr):
 def wait_for_own(peers, WORLD: tl.constexpr):
     """Return once this rank's chunk, or sums, are with all peers, or their copies are given up.
 
-    For the last program, behind what it does for its peers: where programs run one after the other, as
+    For the last program, after what it does for its peers: where programs run one after the other, as
     interpreted ones do, the others have let the side stream through then.
     """
     if WORLD > 1:

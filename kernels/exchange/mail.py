@@ -2,7 +2,7 @@
 
 A word of 64 bits is stored whole: the lower half are two elements of 16 bits, or one of 32; the upper half
 its stamp: the number c of the call, and how many rows it has. Who finds the stamp of its call has the
-elements. So no flag is raised behind the data, and nothing is acknowledged. Who finds its call with other
+elements. So no flag is raised after the data, and nothing is acknowledged. Who finds its call with other
 rows gives the rank up: they passed different numbers. What a rank holds, W ranks, R rows at most:
 
     mail    int64 [2, W, R, words of a row], symmetric: mail[c % 2, p] is what rank p sends in call c

@@ -307,9 +307,9 @@ class Operation(Shared):
             )
 
     def _follow(self, *, is_capturing: bool) -> None:
-        """Order the call behind the last one; raise if another device is current."""
+        """Order the call after the last one; raise if another device is current."""
         if self._facts.is_gpu:
-            here = torch._C._cuda_getDevice()  # what torch.cuda.current_device() asks behind three functions
+            here = torch._C._cuda_getDevice()  # what torch.cuda.current_device() asks after three functions
             if here != self.device.index:
                 raise ValueError(
                     f"the current device is cuda:{here}, this operation is on {self.device}; set_device"

@@ -56,7 +56,7 @@ def wait_for_all(FLAG: tl.constexpr, KIND: tl.constexpr, peers, WORLD: tl.conste
 def is_any_lost(peers, WORLD: tl.constexpr):
     """Return 1 if a peer is given up, so that its data is not of this call; else 0.
 
-    Call it behind a wait for all. It reads AFTER, which no peer writes; the own one stays 0.
+    Call it after a wait for all. It reads AFTER, which no peer writes; the own one stays 0.
     """
     lost = 0
     for peer in tl.static_range(WORLD):

@@ -36,7 +36,7 @@ def piece_counts(rows: int) -> tuple[int, ...]:
 
 @functools.lru_cache
 def piece_ends(rows: int, pieces: int) -> tuple[int, ...]:
-    """Return the row behind each piece, in order; the pieces are of equal size, to a block."""
+    """Return the row after each piece, in order; the pieces are of equal size, to a block."""
     blocks = rows // BLOCK_ROWS
     ends = {piece * blocks // pieces * BLOCK_ROWS for piece in range(1, pieces)} - {0}
     return (*sorted(ends), rows)
@@ -69,7 +69,7 @@ class Pushes:
         self.owes_parts = False  # permits of the peers are taken, and parts are not pushed yet
 
     def fork(self, *, at_once: bool) -> tuple[list[Step], list[Step]]:
-        """Return the first steps of a call, behind the caller's work so far, the permits; and the last ones.
+        """Return the first steps of a call, after the caller's work so far, the permits; and the last ones.
 
         at_once: as in `run`. The last ones come before `leave`. See [Note: a fork is a flag, and nothing
         joins], and see [Note: no raise is lost].
@@ -108,7 +108,7 @@ class Pushes:
         return [Wait(flag, 1), Write(flag, 0)]
 
     def sending(self, peer: int, copies: Copies, row: int, value: int) -> list[Step]:
-        """Return copies to the peer's memory, and behind them the flag that announces them."""
+        """Return copies to the peer's memory, and after them the flag that announces them."""
         return [*(Copy(there, here) for there, here in copies), self.raising(peer, row, value)]
 
     def here(self, peer: int, row: int) -> torch.Tensor:
@@ -129,12 +129,12 @@ class Pushes:
         self.stream.join()
 
     def finish(self) -> None:
-        """Enqueue what follows the kernels of a call, and order what the caller does next behind it."""
+        """Enqueue what follows the kernels of a call, and order what the caller does next after it."""
         self.stream.join()
         self.put_back()
 
     def finish_stores(self, *, has_pushed: bool) -> None:
-        """Do what `finish` does, behind a kernel that stores; has_pushed: the side stream has pushed, too."""
+        """Do what `finish` does, after a kernel that stores; has_pushed: the side stream has pushed, too."""
         self.owes_parts = False
         if has_pushed:  # else a capture has no part of the side stream
             self.stream.join()
@@ -142,7 +142,7 @@ class Pushes:
 
     def put_back(self) -> None:
         """Enqueue that flags which peers raise are lowered: see [Note: no stale pushes]."""
-        self._set_risen(self._following)  # it may need an SM: free behind the kernels
+        self._set_risen(self._following)  # it may need an SM: free after the kernels
 
 
 class ChunkPusher:
@@ -156,13 +156,13 @@ class ChunkPusher:
         self._joins = memory.world_size == 1 or memory.device.type == "cpu"
 
     def start(self, rows: int, pieces: int, *, is_capturing: bool) -> None:
-        """Enqueue the pushes of one call behind the caller's work so far: see [Note: a push ends]."""
+        """Enqueue the pushes of one call after the caller's work so far: see [Note: a push ends]."""
         first, last = self.pushes.fork(at_once=not is_capturing)
         steps = self._steps(first, last, rows, pieces)
         self.pushes.run((rows, pieces), steps, at_once=not is_capturing)
 
     def finish(self, *, is_capturing: bool) -> None:
-        """Order what follows behind the pushes, where no kernel does; on the CPU, raise their errors."""
+        """Order what follows after the pushes, where no kernel does; on the CPU, raise their errors."""
         if is_capturing or self._joins:
             self.pushes.stream.join()
 
@@ -194,7 +194,7 @@ class SumPusher:
         self._with_permits = with_permits and pushes.memory.world_size > 1
         self._sums = []  # by step: the peer, its memory for them, and where they are here
         for step, peer in enumerate(reversed(pushes.before), 1):
-            slot = pushes.memory.world_size - step - 1  # this rank is `world - step` behind the peer
+            slot = pushes.memory.world_size - step - 1  # this rank is `world - step` after the peer
             self._sums.append((peer, staged.peers[peer][slot], partial[step - 1]))
         pushes.warm_up((there, here) for _, there, here in self._sums)
 
@@ -212,11 +212,11 @@ class SumPusher:
         in_steps: bool,
         at_once: bool,
     ) -> None:
-        """Enqueue the launches of one call, and behind the caller's work so far the pushes of `rows[p]` to p.
+        """Enqueue the launches of one call, and after the caller's work so far the pushes of `rows[p]` to p.
 
         in_pieces: ROWS_SENT[r] of p becomes the number of its rows, and ARRIVED[r] how many are there so far;
         else ARRIVED[r] becomes 1. in_steps: `launch(step)` for each chunk, whose kernel takes the permit, and
-        the push behind it, without a wait. Otherwise one `launch()`: see [Note: shared hardware queues].
+        the push after it, without a wait. Otherwise one `launch()`: see [Note: shared hardware queues].
         at_once: as in `Pushes.run`.
         """
         pushes = self.pushes
@@ -266,7 +266,7 @@ class SumPusher:
     ) -> Iterator[Step]:
         """Yield the copies of one peer's sums, and the flags that announce them.
 
-        ROWS_SENT comes behind the first piece, before the flag that announces it: a batch of signals less.
+        ROWS_SENT comes after the first piece, before the flag that announces it: a batch of signals less.
         """
         if not in_pieces:
             copies = [(there[:rows], here[:rows])] if rows else []

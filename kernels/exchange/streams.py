@@ -1,7 +1,7 @@
-"""Orders a call behind the last one on any stream, and on request behind the arrival of all peers.
+"""Orders a call after the last one on any stream, and on request after the arrival of all peers.
 
 [Note: beside a pipeline] A kernel that waits for a peer may hold every SM. If that peer waits for an NCCL
-send of this rank, which finds no SM, neither goes on until patience ends. Behind a `Meeting` all ranks have
+send of this rank, which finds no SM, neither goes on until patience ends. After a `Meeting` all ranks have
 come to the call: it waits for copies, which need no SM, and for kernels of peers, which no send of this rank
 delays any more. The kernel that meets has one warp a peer.
 """
@@ -27,7 +27,7 @@ def launches_block() -> bool:
 
 
 class StreamOrder:
-    """Orders a call behind the last one where it comes on another stream: the device waits, no host does.
+    """Orders a call after the last one where it comes on another stream: the device waits, no host does.
 
     Calls on one stream cost a comparison. A captured call is ordered behind the others of its capture, an
     eager one behind the last eager one. The caller orders captures and replays.
@@ -39,7 +39,7 @@ class StreamOrder:
         self._last: dict[bool, tuple[int, torch.cuda.Stream]] = {}
 
     def follow(self, device: torch.device, *, is_capturing: bool) -> None:
-        """Order later work of the current stream behind the last call."""
+        """Order later work of the current stream after the last call."""
         handle, before = torch._C._cuda_getCurrentRawStream(device.index), self._last.get(is_capturing)
         if before is not None and before[0] == handle:
             return

@@ -157,7 +157,7 @@ class AnyWidthAccumulator:
 
     @gluon.jit
     def multiply_last(self, operands, step, k):
-        """Do so for the last k block of a tile: multiply few of the zeros behind K."""
+        """Do so for the last k block of a tile: multiply few of the zeros after K."""
         accumulator = self
         if self.mma.end_steps <= 1:
             accumulator = self.start(operands, step, k, 1)

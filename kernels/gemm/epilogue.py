@@ -42,7 +42,7 @@ class Pointwise:
 
     @gluon.jit
     def apply(self, sums, row, col, FIRST: gl.constexpr, origin=0):
-        """Return the result of a piece of sums that begins FIRST columns behind that row and column.
+        """Return the result of a piece of sums that begins FIRST columns after that row and column.
 
         origin: the index of row 0 among the scales of rows.
         """
@@ -72,7 +72,7 @@ class Pointwise:
 
 @gluon.jit
 def complete_stores():
-    """Wait until this thread's TMA stores are in memory; behind a barrier all threads see them.
+    """Wait until this thread's TMA stores are in memory; after a barrier all threads see them.
 
     Gluon's `store_wait` only waits until they have been read out of shared memory.
     """

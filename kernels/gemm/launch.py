@@ -244,7 +244,7 @@ def tuned_over_chunks(kernel: Any, candidates: list[triton.Config], *further: st
         configs=candidates,
         key=["size_class", "N", "K", "DTYPE", "TRANS_B", *further],
         prune_configs_by={"early_config_prune": prune_chunks},
-        do_bench=take_first,  # outside a tuned function: a launch ends when the peers push, behind theirs
+        do_bench=take_first,  # outside a tuned function: a launch ends when the peers push, after theirs
     )(kernel)
 
 

@@ -93,7 +93,7 @@ class WgmmaAccumulator:
 
         Registers that products in flight read must not be written. Each half has registers of its own, and is
         loaded when the products of the same half of the block before are done; meanwhile the tensor cores
-        work on the half between. TMA overwrites the rows after the block's `empty`, which is behind these
+        work on the half between. TMA overwrites the rows after the block's `empty`, which is after these
         loads; the fence orders that for the async proxy, under the products.
         """
         HALF: gl.constexpr = operands.config.BLOCK_K // 2

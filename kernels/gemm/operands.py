@@ -106,7 +106,7 @@ class OperandRing:
     """Two mbarriers for each slot: `full` counts the bytes of TMA, `empty` an arrival of each reader.
 
     B's tile may be wider than BLOCK_N by EXTRA_N columns with buffers of their own:
-    a tensor's sides are powers of two, a tile 192 columns wide is two tensors. JOINED: they lie behind the
+    a tensor's sides are powers of two, a tile 192 columns wide is two tensors. JOINED: they lie after the
     others in one ring, for an instruction that reads them all (`any_width`).
     """
 
@@ -220,7 +220,7 @@ class OperandRing:
 
     @gluon.jit
     def b_offset(self, step):
-        """Return how many bytes behind the ring's beginning the step's block of B begins; JOINED only."""
+        """Return how many bytes after the ring's beginning the step's block of B begins; JOINED only."""
         return ring_slot(step, self.NUM_BUFFERS) * self.joined_nbytes()
 
     @gluon.jit

@@ -244,7 +244,7 @@ def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def result_shape(a: torch.Tensor, b: torch.Tensor, activation: str | None) -> tuple[int, int]:
-    """Return the shape of the result of a @ b behind its activation."""
+    """Return the shape of the result of a @ b after its activation."""
     return a.shape[0], result_columns(activation, b.shape[1])
 
 

@@ -126,7 +126,7 @@ class Problem:
     tiles_m: gl.tensor
     tiles_n: gl.tensor
     tiles: gl.tensor
-    last_row: gl.tensor  # no tile begins behind it, nor behind the next
+    last_row: gl.tensor  # no tile begins after it, nor after the next
     last_col: gl.tensor
     k: gl.tensor
     k_blocks: gl.tensor
@@ -138,7 +138,7 @@ class Problem:
 
         A tile that would reach beyond the last row or column is moved back to end there, if TMA can begin
         there: loads from beyond are slow, see `operands`. Where it overlaps the tile before, both compute and
-        store the same values, as they add up the k blocks in the same order. (For a number behind the last
+        store the same values, as they add up the k blocks in the same order. (For a number beyond the last
         tile the arithmetic would divide by a group of no rows.)
         """
         number = min(number, self.tiles - 1)

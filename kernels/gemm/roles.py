@@ -73,7 +73,7 @@ class Cursor:
 
     @gluon.jit
     def load(self, problem, schedule, operands, last_visit):
-        """Start one load, if there is one left in the tiles up to that visit; return the cursor behind it."""
+        """Start one load, if there is one left in the tiles up to that visit; return the cursor after it."""
         visit, number, k, step = self.visit, self.number, self.k, self.step
         row, col = self.row, self.col
         if (number < problem.tiles) & (visit <= last_visit):
@@ -176,7 +176,7 @@ def _work_on(
     DOES: gl.constexpr,
     NOTIFIES: gl.constexpr,
 ):
-    """Do this partition's part of a tile, from `step` on; return the cursor and the step behind it."""
+    """Do this partition's part of a tile, from `step` on; return the cursor and the step after it."""
     LOADS: gl.constexpr = DOES == "all" or DOES == "all_across"
     # In tiles: no less than there are buffers.
     AHEAD: gl.constexpr = operands.NUM_BUFFERS if DOES == "all_across" else 0

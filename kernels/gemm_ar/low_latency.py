@@ -50,7 +50,7 @@ CANDIDATES = with_norms(
     configs=CANDIDATES,
     key=["size_class", "N", "WORLD", "SENT", "NORM"],
     prune_configs_by={"early_config_prune": prune},
-    do_bench=take_first,  # outside a tuned function: a launch ends when the peers have come, behind theirs
+    do_bench=take_first,  # outside a tuned function: a launch ends when the peers have come, after theirs
 )
 @triton.jit(do_not_specialize=["rows", "capacity", "size_class", "rank", "patience_ticks", "eps"])
 def exchange_rows(

@@ -9,7 +9,7 @@ A call is a product, by torch or `persistent_matmul`, and an exchange of rows, i
     collective   product to parts, or to the result | all-reduce | end them
     overlapped   GemmReduceScatter to sums | read all sums, end them
 
-The kernels of low-latency calls are in `sending` and `low_latency`; every other kernel behind a bar is
+The kernels of low-latency calls are in `sending` and `low_latency`; every other kernel after a bar is
 `pull.add_rows`. Why they end, and read no row too early or too late, is said there; why all ranks take the
 same way, in `ways`.
 """
@@ -75,13 +75,13 @@ class GemmAllReduce(NumberedCalls):
     """`op(a [M, K], weight [N, K])` returns `sum over ranks a @ weight.T`, [M, N], the same on all ranks.
 
     Given `residual` [M, N] and `norm_weight` [N] it returns the pair (RMSNorm(s) * norm_weight, s) for
-    s = sum + residual, in one kernel behind the product. The residual and the norm's weight are equal on all
+    s = sum + residual, in one kernel after the product. The residual and the norm's weight are equal on all
     ranks, and so are the results then, bit for bit.
 
     M may change from call to call, up to `m`, and is equal on all ranks; N is `n`; K is each rank's part of
     the inner dimension and may differ. The weight's rows are contiguous, or its columns, as those of `w.T`. A
     rank's product is rounded to `dtype`; the products are added in float32, in the order of the ranks, and
-    the residual behind them; the sum is rounded, once, and the norm is that of the rounded sum, in float32.
+    the residual after them; the sum is rounded, once, and the norm is that of the rounded sum, in float32.
     With a collective the process group adds the products, in its own order and precision. An overlapped call
     does not round the product of the rank that adds, and rounds the sum before the residual, too.
 

@@ -82,7 +82,7 @@ class PullCall(NamedTuple):
     configs=CANDIDATES,
     key=["size_class", "N", "WORLD", "OWNER", "NORM"],
     prune_configs_by={"early_config_prune": prune},
-    do_bench=take_first,  # outside a tuned function: a launch ends when the peers have come, behind theirs
+    do_bench=take_first,  # outside a tuned function: a launch ends when the peers have come, after theirs
 )
 @triton.jit(do_not_specialize=["first", "rows", "m", "chunk", "size_class", "rank", "patience_ticks", "eps"])
 def add_rows(
@@ -233,7 +233,7 @@ _KERNEL = TunedKernel(add_rows, operation="GemmAllReduce")
 def leave(words: SymmetricTensor, rank: int) -> None:
     """Let each peer find this rank given up: its rows are of no call, and it reads none.
 
-    To be enqueued behind the last call, which has seen that no peer reads rows of it any more.
+    To be enqueued after the last call, which has seen that no peer reads rows of it any more.
     """
     for peer, theirs in enumerate(words.peers):
         if peer != rank:

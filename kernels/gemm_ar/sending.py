@@ -4,13 +4,13 @@ Reading the weight is what takes time. A program multiplies BLOCK_N rows of the 
 columns, by all rows of `a`; as many stages as fit shared memory are on their way. Of a weight with few rows
 SPLIT programs share a tile: each leaves its float32 sums, and the last to come adds them up, in their order;
 it waits for nobody. The result is rounded, stamped and stored to the mail of all ranks, this one's too (see
-`exchange.mail`). `exchange_rows` behind it sends nothing, and finds a rank's own words as it does a peer's.
+`exchange.mail`). `exchange_rows` after it sends nothing, and finds a rank's own words as it does a peer's.
 
     sums     float32 [tiles, SPLIT, BLOCK_N, BLOCK_M]: what programs that share a tile have found
     arrived  int32 [tiles]: how many of them have come; the last one resets it
 
 `exchange_rows` is a dependent launch: it may begin once all programs of this kernel have multiplied. So it
-takes room from none of them. It ends behind this kernel, and counts the call there, which is read here.
+takes room from none of them. It ends after this kernel, and counts the call there, which is read here.
 
 Measured on two H200, 2026-11-27, before what receives took its present form, in graphs, the median of 24: 1,
 8 and 64 rows of 8192 x 28672 take 62.4, 63.1 and 69.7 us; cuBLAS and then `exchange_rows` 67.6, 68.5 and
@@ -114,7 +114,7 @@ def multiply_and_send(
     offs_k = tl.arange(0, BLOCK_K)
     mask = offs_m[:, None] < rows
     a_ptrs = a_ptr + tl.cast(offs_m, tl.int64)[:, None] * stride_a + offs_k[None, :]
-    offs_n = (tile * BLOCK_N + tl.arange(0, BLOCK_N)) % N  # those behind the end are not sent
+    offs_n = (tile * BLOCK_N + tl.arange(0, BLOCK_N)) % N  # those after the end are not sent
     weight_ptrs = weight_ptr + tl.cast(offs_n, tl.int64)[:, None] * stride_weight + offs_k[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for k in tl.range(first, last, BLOCK_K):

@@ -1,11 +1,11 @@
 """The body in plain Triton: a persistent GEMM that hands over chunks, and adds the peers' sums.
 
 Programs claim tiles from a counter, those for peers first; `operation` says why that ends. A tile for a peer
-goes to the partial sums and is counted. The program that counts a chunk's last tile sets DONE; behind that
+goes to the partial sums and is counted. The program that counts a chunk's last tile sets DONE; after that
 the side stream pushes, in pieces. At a tile of the own chunk a program waits for all peers' sums of its rows,
 then adds them.
 
-STORES: a tile for a peer is stored into that peer's memory, and counted behind the next product, as its
+STORES: a tile for a peer is stored into that peer's memory, and counted after the next product, as its
 stores travel meanwhile. The program that counts a chunk's last tile tells the peer. Such a launch is all of a
 call. It has not run between GPUs (docs/not-yet-run.md).
 
@@ -37,7 +37,7 @@ from .handover import await_sums, count_tile
     configs=CANDIDATES,
     key=["size_class", "N", "K", "TMA_LEGAL", "BY_COLUMNS", "STORES"],
     prune_configs_by={"early_config_prune": prune_overlapped},
-    do_bench=take_first,  # outside a tuned function: a launch ends when the peers have pushed, behind theirs
+    do_bench=take_first,  # outside a tuned function: a launch ends when the peers have pushed, after theirs
 )
 @triton.jit(
     do_not_specialize=[

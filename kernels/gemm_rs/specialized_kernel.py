@@ -119,7 +119,7 @@ class Handovers:
 
 @aggregate
 class ScatteredChunks:
-    """The tiles of `chunks` chunks of A, from the `first` behind the own one on; the `problem` of `roles`."""
+    """The tiles of `chunks` chunks of A, from the `first` after the own one on; the `problem` of `roles`."""
 
     peers: gl.tuple  # `Peers`
     scaling: Pointwise  # by the scales of rows of A and of the weight

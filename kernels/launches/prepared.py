@@ -148,7 +148,7 @@ class PlainLaunches:
 class PlainLaunch:
     """Launches of one kind (see `PlainLaunches`) with tensors of one layout; keeps no tensors but `held`.
 
-    held: tensors behind those of each launch. programs: 0 launches nothing.
+    held: tensors after those of each launch. programs: 0 launches nothing.
     """
 
     def __init__(

@@ -152,7 +152,7 @@ class AllGatherMoE(ExpertOperation):
         """The symmetric input buffer [tokens_per_rank, K]: `op(op.shard[:T_r], ...)` copies no tokens.
 
         Write it on the stream of the calls; it is free again as soon as a call has returned, which may have
-        overwritten the rows behind the first T_r.
+        overwritten the rows after the first T_r.
         """
         self._check_usable()
         return self._shard
@@ -219,7 +219,7 @@ class AllGatherMoE(ExpertOperation):
         return out, sorting.routing
 
     def _gather_rows(self) -> Callable[[], None]:
-        """Enqueue the collective of rows beside what follows; return what orders later work behind it."""
+        """Enqueue the collective of rows beside what follows; return what orders later work after it."""
         return self._collective.start_all_gather(self._gathered(), self._shard[: max(self._told)])
 
     def _take_part(self) -> None:

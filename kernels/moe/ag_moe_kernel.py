@@ -43,7 +43,7 @@ CANDIDATES = CPU_CANDIDATES if INTERPRETED else GPU_CANDIDATES
 )
 @triton.jit(do_not_specialize=["size_class", "experts", "topk", "capacity", "rank", "patience_ticks"])
 def all_gather_moe(
-    a_ptr,  # gather buffer: tokens of K elements, those of chunk p behind p * (tokens of a chunk)
+    a_ptr,  # gather buffer: tokens of K elements, those of chunk p after p * (tokens of a chunk)
     b_ptr,  # weight [experts, N, K], an expert's matrix stride_be apart, rows or columns stride_b
     c_ptr,  # out [choices, N], rows stride_cm apart
     rows_ptr,  # of the plan: the row of `out` of each sorted choice

@@ -59,7 +59,7 @@ class Announcer:
     def announce(
         self, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, given: int, *, at_once: bool
     ) -> None:
-        """Put the choices in their place; enqueue permits and the choices, behind the caller's work so far.
+        """Put the choices in their place; enqueue permits and the choices, after the caller's work so far.
 
         given: this rank's digest of the tokens of all ranks. at_once: see `permit`.
         """

@@ -9,7 +9,7 @@ The memory of a rank, W ranks; `m` is tokens_per_rank:
     flags         int32 [7, W], symmetric: see `exchange.flags`
 
 A stage is the tokens of one rank, the own ones last. The grouped GEMM's programs claim products of stage 0,
-1, ... and combine a stage's tokens behind a round of the next one's tiles; then its sums are pushed. Steps
+1, ... and combine a stage's tokens after a round of the next one's tiles; then its sums are pushed. Steps
 are enqueued in the order of `GemmReduceScatter`: see [Note: shared hardware queues]. A captured call
 launches the kernel once for each stage, with that stage's part of the list. On request the kernel itself
 stores sums to the peers' `staged`, in one launch. Timeline, and why every wait ends: docs/protocol.md,

@@ -2,7 +2,7 @@
 
 Programs claim items from a list: tiles of products, stage by stage, and in between blocks of tokens to be
 combined. Tiles are counted at their stage. A program that combines waits for the counts; the last one of a
-peer's stage sets DONE, and the side stream pushes behind it.
+peer's stage sets DONE, and the side stream pushes after it.
 
 STORES: sums for a peer are stored into that peer's memory. A program counts its blocks of a stage together,
 as each count waits for the stores before it. The one that counts the last block raises the peer's ARRIVED.
@@ -92,7 +92,7 @@ class Items(NamedTuple):
     configs=CANDIDATES,
     key=["size_class", "N", "K", "experts", "WORLD", "TMA_LEGAL", "BY_COLUMNS", "A_TMA_LEGAL", "STORES"],
     prune_configs_by={"early_config_prune": prune_overlapped},
-    do_bench=take_first,  # outside a tuned function: a launch counts tiles, and its peers' part is behind it
+    do_bench=take_first,  # outside a tuned function: a launch counts tiles, and its peers' part is after it
 )
 @triton.jit(
     do_not_specialize=[
@@ -186,7 +186,7 @@ def moe_reduce_scatter(
     )
     peers = Peers(flags_ptr, errors_ptr, rank, patience_ticks)
     item = claim_number(claims_ptr)
-    ANNOUNCED: tl.constexpr = not SORTED  # choices came, behind permits
+    ANNOUNCED: tl.constexpr = not SORTED  # choices came, after permits
     if (item == 0) & items.is_whole:  # one program, which runs: the first that came
         if STORES and not ANNOUNCED:
             let_peers_write(table_ptr, peers, WORLD)

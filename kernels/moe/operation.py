@@ -42,7 +42,7 @@ KINDS = ("call", "route", "by_expert")  # of calls, which all ranks make alike
 
 
 class ExpertPlan(NamedTuple):
-    """What a call's steps behind its arguments take; the tokens are `_told`."""
+    """What a call's steps after its arguments take; the tokens are `_told`."""
 
     kind: str  # one of KINDS
     experts: int

@@ -30,7 +30,7 @@ class Plan:
     """The sorted choices of up to `most` (token, expert) pairs.
 
     Kernels read `rows`, `sources`, `offsets`, `tables`, `ends` (see `routing`), and `counters`, three words
-    for each stage, which are 0 when the first kernel behind the sorting starts. `starts` is where the choices
+    for each stage, which are 0 when the first kernel after the sorting starts. `starts` is where the choices
     of each expert start; dropped ones are those of one more expert. All of it lies in `words`, from which
     another plan of the same sizes can be made. stages: 1 for kernels that wait for no chunk; else a stage for
     each rank.
@@ -130,7 +130,7 @@ class Routing:
     """The sorting of the choices of all ranks: by expert, within an expert by rank, this one first.
 
     `AllGatherMoE.route` makes it; later calls of this rank with the same choices take it. Sorted rows lie in
-    its order; behind those of all experts are the rows of choices that are dropped.
+    its order; after those of all experts are the rows of choices that are dropped.
     """
 
     plan: Plan
@@ -160,7 +160,7 @@ class Routing:
 
     @property
     def ends(self) -> torch.Tensor:
-        """int32 [experts]: the sorted choice behind the last one of each expert."""
+        """int32 [experts]: the sorted choice after the last one of each expert."""
         return self.plan.starts[1:]
 
     def sources(self, tokens_per_rank: int) -> torch.Tensor:

@@ -93,7 +93,7 @@ def multiply_neighbours(
 ):
     """Return rows `row` and following of A times columns `col` and following of the expert's B.T, by TMA.
 
-    Rows behind the block's last one belong to the next expert or lie beyond A: computed, and not stored.
+    Rows after the block's last one belong to the next expert or lie beyond A: computed, and not stored.
     """
     inner = tl.where(expert < weight.experts, weight.K, 0)
     expert = tl.minimum(expert, weight.experts - 1)

@@ -3,7 +3,7 @@
 Choices are sorted by expert, then by the chunk (source rank) of their token, chunks in the order in which the
 operation visits them: its *stages*. So a block of rows of one expert needs few neighbouring stages. Where all
 chunks are here before a kernel starts, there is one stage. A choice of expert -1 is dropped: it is sorted
-behind all experts, as if there were one more. So is an invalid one, which is also recorded. Choices of one
+after all experts, as if there were one more. So is an invalid one, which is also recorded. Choices of one
 expert and chunk come in any order; no row of a product depends on its place in a tile.
 
 Two launches, without the host in between:
@@ -69,7 +69,7 @@ def count_choices(
     flags_ptr,  # int32 [7, WORLD]
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
     counts_ptr,  # int32 [STAGES, PARTS, experts + 1], zeros: choices by part and expert, afterwards in part 0
-    # those of a stage; behind them a ticket, below 0 if nothing is sorted, and a bit for each rank that some
+    # those of a stage; after them a ticket, below 0 if nothing is sorted, and a bit for each rank that some
     # program finds given up
     starts_ptr,  # the same shape: where they start when sorted
     offsets_ptr,  # int32 [WORLD + 1]: choices of all ranks before p
@@ -179,7 +179,7 @@ def _number_in_order(chosen, inside, counts_ptr, within_ptrs):
     """Number choices, one behind the other among those of their expert, and count them."""
     number = tl.arange(0, IN_ORDER)
     same = (chosen[:, None] == chosen[None, :]) & inside[None, :]
-    # Those in front are counted in the lower half, those behind in the upper one.
+    # Those in front are counted in the lower half, those after in the upper one.
     others = tl.where(number[None, :] < number[:, None], 1, (number[None, :] > number[:, None]) * LOST)
     others = tl.sum(tl.where(same, others, 0), axis=1)
     place = others % LOST + tl.load(counts_ptr + chosen, mask=inside, other=0)

@@ -35,10 +35,10 @@ class SideStream(Protocol):
     """A queue of copies and signals that runs beside the caller's own work."""
 
     def fork(self) -> None:
-        """Order later work on this stream behind the caller's work so far."""
+        """Order later work on this stream after the caller's work so far."""
 
     def join(self) -> None:
-        """Order the caller's later work behind all work on this stream so far."""
+        """Order the caller's later work after all work on this stream so far."""
 
 
 class Copy(NamedTuple):

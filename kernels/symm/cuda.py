@@ -203,14 +203,14 @@ def _new_stream(driver: Any, device: torch.device) -> int:
         torch.cuda.current_stream().query()  # the driver's calls below need a context to be current
         lowest, highest = _checked(driver.cuCtxGetStreamPriorityRange(), device)
         assert highest <= lowest
-        # At a lower priority its copies could queue behind those of the stream it is to overtake.
+        # At a lower priority its copies could queue after those of the stream it is to overtake.
         flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
         (stream,) = _checked(driver.cuStreamCreateWithPriority(flags, highest), device)
     return int(stream)
 
 
 def _checked(result: tuple[Any, ...], who: object) -> tuple[Any, ...]:
-    """Return the results of the driver's call, behind its status."""
+    """Return the results of the driver's call, after its status."""
     _check(result, who)
     return result[1:]
 

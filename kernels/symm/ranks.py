@@ -105,7 +105,7 @@ class SharingRanks:
                 return found
 
     def _gather(self, text: bytes) -> list[Any]:
-        """Return what all ranks' texts say; behind a round of lengths where one is too long for the first."""
+        """Return what all ranks' texts say; after a round of lengths where one is too long for the first."""
         is_long = len(text) > MESSAGE_BYTES
         found = self._gather_texts(json.dumps(len(text)).encode() if is_long else text, MESSAGE_BYTES)
         for rank, each in enumerate(found):  # they send no second text

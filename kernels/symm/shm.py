@@ -110,7 +110,7 @@ class HostStream:
         self._tasks.put(task)
 
     def mark(self) -> threading.Event:
-        """Return what is set behind all tasks so far, also those that are dropped."""
+        """Return what is set after all tasks so far, also those that are dropped."""
         done = threading.Event()
         self._tasks.put(done)
         return done
@@ -155,7 +155,7 @@ def _new_file(size_bytes: int) -> str:
     directory = DIRECTORY if os.access(DIRECTORY, os.W_OK) else Path(tempfile.gettempdir())
     handle, path = tempfile.mkstemp(prefix="symmetric-", dir=directory)
     try:
-        # Not ftruncate: without space behind it, the first touch of a page would end the process by SIGBUS.
+        # Not ftruncate: without space after it, the first touch of a page would end the process by SIGBUS.
         os.posix_fallocate(handle, 0, size_bytes)
     except OSError as error:
         os.unlink(path)

@@ -69,7 +69,7 @@ def _routing(words: Tensor, tokens: int, topk: int, weight: Tensor, group_name: 
 
 
 def _outer_products(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """Rows of left [T, N] and right [T, K] by expert: [experts, N, K]; those behind them count nowhere."""
+    """Rows of left [T, N] and right [T, K] by expert: [experts, N, K]; those after them count nowhere."""
     result: Tensor = torch.nn.functional.grouped_mm(by_rows(left).T, by_rows(right), offs=ends)
     return result
 

@@ -46,12 +46,12 @@ def all_gather_matmul(
     save_gathered: bool = True,
     fp8: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Return `all_gather(a_shard) @ weight.T + bias`; for several weights a tuple, behind one gather.
+    """Return `all_gather(a_shard) @ weight.T + bias`; for several weights a tuple, with one gather.
 
     a_shard [..., K], gathered along `gather_dim`, equal in shape on all ranks; weights [N, K], this rank's
     rows of each, by rows or by columns; bias [N] for each, or None. The result has as many dimensions.
 
-    Backward gives this rank's part of the sum over ranks for a_shard, behind the largest product, and
+    Backward gives this rank's part of the sum over ranks for a_shard, after the largest product, and
     gradients of all tokens for the weights. It reads the gathered rows: they are saved, W times the shard, or
     with save_gathered=False gathered again. `group` is a process group, a DeviceMesh of one dimension or a
     name.
@@ -92,7 +92,7 @@ def matmul_reduce_scatter(
 
     a [..., K], K this rank's part of the inner dimension; its size along `scatter_dim` is a multiple of the
     number of ranks. weight [N, K], by rows or by columns; bias [N], equal on all ranks, as its gradient is.
-    Backward gathers the gradient once, behind the product for `a`. fp8: as in `all_gather_matmul`; the sums
+    Backward gathers the gradient once, after the product for `a`. fp8: as in `all_gather_matmul`; the sums
     travel in bf16.
     """
     rows, sizes = _as_rows("scatter_dim", scatter_dim, a)

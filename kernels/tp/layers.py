@@ -97,7 +97,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 def project(x: Tensor, linears: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
-    """Return the products of the tokens with each of the layers, behind one gather."""
+    """Return the products of the tokens with each of the layers, with one gather."""
     first = linears[0]
     return all_gather_matmul(
         x,

@@ -153,7 +153,7 @@ def _nested(flat: Sequence[Any], form: Form) -> tuple[Any, ...]:
 # Compilers move calls that do not need each other, by sizes that may differ between ranks: then ranks would
 # wait for each other in different calls. An effect orders the calls of a graph, forward and backward.
 # Inductor drops that order when it lowers them (torch 2.13: it files it under a buffer's name and looks for
-# an operation's), so each call is lowered here, behind the call before it.
+# an operation's), so each call is lowered here, after the call before it.
 
 
 def _keep_in_order(name: str, shapes: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,7 +173,7 @@ def _keep_in_order(name: str, shapes: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_order(inductor: Any, operator: Any) -> Callable[..., Any]:
-    """Return a lowering of the operator that comes behind all that went this way in the graph."""
+    """Return a lowering of the operator that comes after all that went this way in the graph."""
     lower = inductor.fallback_handler(operator, add_to_fallback_set=False)
 
     def lower_behind(*arguments: Any, **options: Any) -> Any:

@@ -1,8 +1,8 @@
 """The products of tensor parallelism: what they compute, their shapes, their gradients.
 
-    all_gather_matmul                every rank's rows times each weight.T, behind one gather
+    all_gather_matmul                every rank's rows times each weight.T, with one gather
     matmul_reduce_scatter            this rank's rows of the sum of all products, over pairs and ranks
-    matmul_reduce_scatter_backward   the gradients of its operands, behind one gather
+    matmul_reduce_scatter_backward   the gradients of its operands, with one gather
     matmul_all_reduce                the sum of all ranks' products on all ranks; forward only
 
 Weights are [N, K], by rows or by columns: so each is the other's backward with `w.T`, and none is copied.
@@ -56,7 +56,7 @@ def _products_of_none(a_shard: Tensor, weights: Sequence[Tensor], group_name: st
 
 
 def _products_in_fp8(a_shard: Tensor, weights: Sequence[Tensor], group_name: str) -> list[Tensor]:
-    """Return the products of rows in fp8: one, of all weights together, behind which each is copied out."""
+    """Return the products of rows in fp8: one, of all weights together, after which each is copied out."""
     rows, scale_a = rows_in_fp8(a_shard)
     weight, scale_weight = rows_in_fp8(torch.cat([*weights]) if len(weights) > 1 else weights[0])
     operation = opened(AllGatherGemm, rows, rows.shape[0], rows.shape[1], group_name)
