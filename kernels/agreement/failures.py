@@ -23,9 +23,9 @@ class FailureKinds(NamedTuple):
 
     # What a record about `peer` means, by kind; `seen` is its value, `peers` are the peers of this `rank`.
     texts: dict[int, str]
-    late: str  # the text of all other kinds
     of_callers: tuple[int, ...]  # kinds caused by wrong calls
-    advice: str = "Every rank must pass as many rows. "  # for those
+    late: str = ""  # the text of all other kinds
+    advice: str = "Every rank must pass as many rows. "  # after a wrong call
     refusal: Refusal = Refusal(-1, 0, 0)  # -1: no kind
 
 

@@ -54,9 +54,7 @@ class ExpertParallel(NumberedCalls):
 
     _agrees = False
     _travels = "kernels write rows to the peers"
-    _failure_kinds = FailureKinds(
-        {}, late="", of_callers=(OVER_CAPACITY.value, OTHER_FORMAT.value), advice=""
-    )
+    _failure_kinds = FailureKinds({}, of_callers=(OVER_CAPACITY.value, OTHER_FORMAT.value), advice="")
 
     def __init__(
         self,

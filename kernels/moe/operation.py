@@ -89,7 +89,6 @@ class ExpertOperation(NumberedCalls):
             NOT_COMPUTED.value: "the products of this rank were not stored in time ({seen} tiles of a part "
             "were)",
         },
-        late="",
         of_callers=(OTHER_TOKENS.value, OTHER_TOPK.value, NO_EXPERT.value, GIVEN_OTHERS.value),
         advice="",
         refusal=Refusal(OTHER_TOPK.value, 0, TOPK_SPAN.value),  # a token of no choices
