@@ -111,15 +111,16 @@ class Context(SharedContext):
         """Return the winner so far, else the first viable candidate. Raises NoValidConfig if none is left."""
         if self.winner is not None and self.winner not in self.banned:
             return self.winner
-        if self.is_spent:
-            raise self.nothing_works()
-        return next(index for index in range(len(self.digests)) if index not in self.banned)
+        for index in range(len(self.digests)):
+            if index not in self.banned:
+                return index
+        raise self.nothing_works()
 
     @property
     def best_so_far(self) -> int:
         """Return the candidate of runs without a trial: online the fastest so far, else the incumbent."""
         incumbent = self.incumbent
-        if self.search.rules.mode != "online" or not self.is_tuned_by_launches:
+        if self.settled or self.search.rules.mode != "online" or not self.is_tuned_by_launches:
             return incumbent
         known = {**self.times.warmup_ms, **self.times.ms}.items()
         ms, fastest = min(
@@ -133,8 +134,10 @@ class Context(SharedContext):
         if not (self.next_run.is_spared and self.is_racing and self.is_tuned_by_launches):
             return -1
         assert self.trial is not None
-        known, best = self.times.agreed_ms, self.best_so_far
-        return best if 0 < SLOW * known(best) <= least(known(self.trial)) else -1
+        if not (trial_ms := least(self.times.agreed_ms(self.trial))):
+            return -1
+        best = self.best_so_far
+        return best if 0 < SLOW * self.times.agreed_ms(best) <= trial_ms else -1
 
     @property
     def planned(self) -> int:

@@ -183,7 +183,8 @@ class Search:
     def _changes(self, contexts: Iterable[Context], *, resets: bool = False) -> dict[str, ContextChanges]:
         known = {} if resets else self.orders.contexts
         found = {each.name: self._changes_of(each, known.get(each.name)) for each in contexts}
-        return {name: changes for name, changes in found.items() if changes != ContextChanges()}
+        nothing = ContextChanges()
+        return {name: changes for name, changes in found.items() if changes != nothing}
 
     def _changes_of(self, context: Context, known: ContextOrder | None) -> ContextChanges:
         """Return the difference of a context from the record that all ranks have; None: they have none."""
@@ -199,7 +200,7 @@ class Search:
         )
         result = SearchResult(
             status=context.status,
-            incumbent=-1 if spent else context.incumbent if context.settled else context.best_so_far,
+            incumbent=-1 if spent else context.best_so_far,
             winner=-1 if context.winner is None else context.winner,
             is_final=self.state.results.is_final(context),
             is_lasting=context.is_lasting,

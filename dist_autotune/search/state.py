@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import ChainMap
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 from . import budget
 from .budget import Forecast, RunsMade
@@ -39,7 +39,7 @@ class SearchState:
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.contexts: dict[str, Context] = {}  # of this session, by name, in the order of their first run
-        self.changed: list[Context] = []  # all that the last step may have changed
+        self.changed: list[Context] = []  # all that the last step may have changed; others are settled
         self.kept: dict[str, Context] = {}  # settled in earlier sessions, and not launched in this one
         self.kernels = KernelFamilies()
         self.race_runs: RaceRuns | TakeTurns | None = None  # what the whole run judges, under way
@@ -61,7 +61,7 @@ class SearchState:
 
     @property
     def unsettled(self) -> Iterator[Context]:
-        return (context for context in self.contexts.values() if not context.settled)
+        return (context for context in self.changed if not context.settled)
 
     @property
     def phase(self) -> Phase:
@@ -92,7 +92,7 @@ class SearchState:
     @property
     def has_trial(self) -> bool:
         is_trying = self.run_phase is not None or self._verifying is not None
-        return is_trying or any(c.trial is not None for c in self.contexts.values())
+        return is_trying or any(c.trial is not None for c in self.changed)
 
     @property
     def has_work(self) -> bool:
@@ -143,6 +143,7 @@ class SearchState:
     def open(self) -> None:
         """Begin a session: take up the unfinished searches of earlier ones."""
         before, self._made = self.runs, RunsMade()
+        self.changed = [*self.contexts.values()]
         self._sessions += 1
         self.runs = self.apart = 0
         self.pace.open()
@@ -164,7 +165,7 @@ class SearchState:
         self._close_if_spent(0.0)
         if all(context.last_run == 0 for context in self.unsettled):  # else the first run tells who is left
             self._begin_next(None)
-        self._apply_plan(self.contexts.values())
+        self._apply_plan()
 
     def _take_up(self) -> None:
         """Resume recently launched contexts; if there are none, resume all."""
@@ -201,7 +202,8 @@ class SearchState:
         self._comparison.drop()
         self.steps.leave()
         self.race_runs = self._left_race = None
-        self._apply_plan(self.contexts.values())
+        self.changed = [*self.contexts.values()]
+        self._apply_plan()
 
     def _close_if_spent(self, elapsed_s: float) -> None:
         """Settle searches under way as partial when the next run must be the last."""
@@ -226,9 +228,12 @@ class SearchState:
         changes_all, names = self._may_change_all, {*report.parts, *(c.name for c in self.unsettled)}
         self._count_run(report)
         outcomes = {name: self._apply_part(name, report) for name in report.parts}
+        for context in self.changed:
+            context.compiling = 0
+        self.changed = [c for name, c in self.contexts.items() if changes_all or name in names]
+        for context in self.changed:
+            context.compiling = report.parts[context.name].compiling if context.name in report.parts else 0
         had_trial |= self.has_trial  # a search that begins with this run, and may end with it
-        for name, context in self.contexts.items():
-            context.compiling = report.parts[name].compiling if name in report.parts else 0
         patience = STARVED_RUNS[self.rules.mode]
         if any(outcome.kind == "sample" for outcome in outcomes.values()):
             self.pace.saved_s = sum(context.saved_ms for context in self.contexts.values()) / 1e3
@@ -247,8 +252,9 @@ class SearchState:
         is_idle = not (had_trial or self.has_trial or any(self.unsettled))
         self._end_online()
         self._end_if_idle(report, is_idle=is_idle, was_closing=was_closing)
-        changes_all |= self._may_change_all
-        self._apply_plan(c for name, c in self.contexts.items() if changes_all or name in names)
+        if self._may_change_all:
+            self.changed = [*self.contexts.values()]
+        self._apply_plan()
         self._let_runs_apart()
         return outcomes
 
@@ -269,9 +275,8 @@ class SearchState:
             self.pace.count_gain(self.steps.gain.gain_ms / 1e3)
         self._made.pays_back = may_end and self.pace.pays_back()
 
-    def _apply_plan(self, changed: Iterable[Context]) -> None:
+    def _apply_plan(self) -> None:
         """Let each context launch the candidate that the phase under way plans, else its incumbent."""
-        self.changed = [*changed]
         phase, holds, is_felt = self.phase, self.pace.holds, self.pace.is_felt
         for context in self.changed:  # the phase asks
             context.next_run = NextRun(is_held=holds, is_spared=is_felt)

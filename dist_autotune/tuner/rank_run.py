@@ -226,7 +226,7 @@ class RankRun:
         for rank_context in registry.reported():
             context = orders.contexts[rank_context.name]
             outcome = order.outcomes[rank_context.name]
-            is_news = self._waits or not context.settled or outcome.kind != "incumbent"
+            is_news = self._waits or outcome.kind != "incumbent" or outcome.index is not None
             if is_news and rank_context.samples.is_read:
                 self._log.record_trial(run, context, rank_context, outcome, whole)
             if outcome.kind == "sample":
