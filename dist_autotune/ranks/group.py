@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import threading
 import weakref
 from typing import Any, TypeAlias
 
@@ -161,6 +162,7 @@ class Groups:
     def __init__(self) -> None:
         self._by_group: weakref.WeakKeyDictionary[Any, ProcessGroup] = weakref.WeakKeyDictionary()
         self._single: dict[int, RankGroup] = {}
+        self._making = threading.Lock()
 
     def single(self) -> RankGroup:
         """Return this process as a group of its own."""
@@ -183,13 +185,17 @@ class Groups:
         known = self._by_group.get(group)
         if dist.get_world_size(group) == 1 or (known is not None and known.pid != os.getpid()):
             return self.single()
-        if known is None:
-            self._close_ended()
-            made = ProcessGroup(group)
-            known = self._by_group.setdefault(group, made)  # another thread may have made one meanwhile
-            if known is made:
+        return self._made(group) if known is None else known
+
+    def _made(self, group: Any) -> RankGroup:
+        with (
+            self._making
+        ):  # ranks count those that they make: one thread may make none that another one has made
+            if (known := self._by_group.get(group)) is None:
+                self._close_ended()
+                known = self._by_group[group] = ProcessGroup(group)
                 weakref.finalize(group, known.close).atexit = False
-        return known
+            return known
 
     def _close_ended(self) -> None:
         """Close groups that were destroyed while the program still holds them."""

@@ -280,10 +280,9 @@ class Calls:
         if asks_nobody or self._goes_on_alone or not self._options.is_dist:
             return session_turn(INCUMBENTS)
         group = self._ranks.group()
-        turns = self._ranks.turns(group)
-        if turns is None:
+        if len(group.ranks) == 1:
             return session_turn(INCUMBENTS)
-        return self._turn_of_ranks(functools.partial(self._take_turn, group, turns), is_agreed=is_agreed)
+        return self._turn_of_ranks(group, is_agreed=is_agreed)
 
     @property
     def _goes_on_alone(self) -> bool:
@@ -291,7 +290,7 @@ class Calls:
         return self._options.mode == "online" and session is not None and not session.is_interrupted
 
     @contextlib.contextmanager
-    def _turn_of_ranks(self, take: Callable[[ProcessTurn], bool], *, is_agreed: bool) -> Iterator[bool]:
+    def _turn_of_ranks(self, group: RankGroup, *, is_agreed: bool) -> Iterator[bool]:
         """Take the turn on all ranks, for one thread that calls this function at a time."""
         with one_at_a_time(self._asking) as has_waited:
             if has_waited is None:
@@ -299,7 +298,9 @@ class Calls:
                 return
             # Where another thread has opened the session meanwhile, peers may not be asking.
             is_open = has_waited and not is_agreed and (self.settled or self._goes_on_alone)
-            with session_turn(INCUMBENTS, None if is_open else take) as is_own:
+            turns = None if is_open else self._ranks.turns(group)
+            take = None if turns is None else functools.partial(self._take_turn, group, turns)
+            with session_turn(INCUMBENTS, take) as is_own:
                 yield is_own
 
     def _take_turn(self, group: RankGroup, turns: Turns, turn: ProcessTurn) -> bool:

@@ -2,20 +2,17 @@
 
 import threading
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from kernels_for_tests import double, records
 from operation_runs import on_ranks
-from rank_programs import TIMEOUT_S, blocks_of, ending, tuned_step
+from rank_programs import blocks_of, ending, tuned_step
 from torch.distributed.device_mesh import init_device_mesh
 
 from dist_autotune import contextual_autotune
 from dist_autotune.errors import InvalidOption
-from dist_autotune.ranks import group as rank_group
-from dist_autotune.ranks.group import ProcessGroup
 from ranks import assert_all_ok, run_ranks
 
 
@@ -104,22 +101,6 @@ def test_the_process_group_may_end_and_begin_again():
 
     zero, one = assert_all_ok(run_ranks(program, 2, Path.cwd()))
     assert zero == one == ([16, 32, 32], 1)
-
-
-@on_ranks(2)
-def test_first_calls_of_a_group_on_several_threads_make_one(rank, monkeypatch):
-    both = threading.Barrier(2)
-
-    class MadeAtOnce(ProcessGroup):
-        def __init__(self, own: dist.ProcessGroup) -> None:
-            super().__init__(own)
-            both.wait(TIMEOUT_S)
-
-    monkeypatch.setattr(rank_group, "ProcessGroup", MadeAtOnce)
-    groups = rank_group.Groups()
-    with ThreadPoolExecutor(2) as pool:
-        one, other = pool.map(groups.of, [None, None])
-    assert (one is other is groups.of(None), one.ranks) == (True, (0, 1))
 
 
 # ---- a DeviceMesh for a group

@@ -1,5 +1,6 @@
 """Sessions of one group take turns, in one order on all ranks; overlapping groups never wait in a circle."""
 
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +53,7 @@ def test_two_functions_that_threads_begin_in_other_order_on_other_ranks_are_tune
 @pytest.mark.parametrize("mode", ["replay", "online"])
 def test_one_function_may_be_called_on_two_threads_of_each_rank_at_once(mode):
     def program(rank):
+        sys.setswitchinterval(1e-5)  # s: threads meet everywhere
         step, _ = tuned_step({16: 3.0, 32: 1.0}, mode=mode)
         for size in (64, 128):  # the second one is new to settled calls
             for _ in range(5):
