@@ -121,7 +121,7 @@ def tunable(name: str, options: Sequence[T], *, key: tuple[Any, ...] = (), among
     Raises InvalidOption without a name or options, for an option that JSON cannot represent, and on a rank
     that is no member of `among`.
     """
-    if not isinstance(name, str):
+    if not (isinstance(name, str) and name):
         raise InvalidOption(f"tunable({name!r}): give its name, a string, before the options")
     if not isinstance(key, (tuple, list)):
         raise InvalidOption(f"tunable({name!r}): key={key!r}: give a tuple")

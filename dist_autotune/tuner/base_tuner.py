@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -130,7 +130,10 @@ def _unmet(inner: Options, outer: Options) -> Iterator[tuple[str, Any, Any]]:
         yield "bits", repr(bits[0]), repr(bits[1])
     kept = {id(each) for each in outer.preserve}
     if outer.mode == "replay" and any(id(each) not in kept for each in inner.preserve):
-        yield "preserve", _kinds(inner), _kinds(outer)
+        yield "preserve", _kinds(inner.preserve), _kinds(outer.preserve)
+    compared = kept.union(map(id, outer.outputs))
+    if inner.bits != "any" and any(id(each) not in compared for each in inner.outputs):
+        yield "outputs", _kinds(inner.outputs), _kinds(outer.outputs)
     if inner.objective not in ("kernel", outer.objective):
         yield "objective", repr(inner.objective), repr(outer.objective)
     if (inner.mode, outer.mode) == ("online", "replay"):
@@ -144,5 +147,5 @@ def _ranks(options: Options) -> set[int]:
     return set(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
 
 
-def _kinds(options: Options) -> str:
-    return f"[{', '.join(type(each).__name__ for each in options.preserve)}]"
+def _kinds(items: Sequence[Any]) -> str:
+    return f"[{', '.join(type(each).__name__ for each in items)}]"

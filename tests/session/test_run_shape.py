@@ -49,10 +49,10 @@ def test_is_tuning_is_true_only_while_a_launch_may_be_a_trial(bench, kernel):
 
 
 @pytest.mark.parametrize("search", sorted(STRATEGIES))
-@pytest.mark.parametrize("max_runs", [1, 2, 3, 5])
-def test_max_runs_is_never_exceeded_and_the_next_call_goes_on(bench, search, max_runs):
-    blocks = [16, 32, 64, 128, 256]
-    tuned = bench.tuned({block: 10.0 - i for i, block in enumerate(blocks)}, max_runs=max_runs, search=search)
+@pytest.mark.parametrize(("max_runs", "bits"), [(1, "any"), (2, "any"), (3, "any"), (5, "any"), (6, "same")])
+def test_max_runs_is_never_exceeded_and_the_next_call_goes_on(bench, search, max_runs, bits):
+    ms = {block: 10.0 - i for i, block in enumerate([16, 32, 64, 128, 256])}
+    tuned = bench.tuned(ms, max_runs=max_runs, search=search, bits=bits)
     tuned()
     assert tuned.report.runs == max_runs  # also where the first run is the only trial
     assert only(tuned.report).status == "partial"
@@ -92,6 +92,7 @@ TENSOR = torch.zeros(1)
         ({"is_dist": True}, {}, r"is_dist=True.*is_dist=False"),
         ({"bits": "same"}, {}, r"bits='same'.*bits='any'"),
         ({"bits": "same"}, {"bits": "check"}, r"bits='same'.*bits='check'"),
+        ({"bits": "check", "outputs": [TENSOR]}, {"bits": "check"}, r"outputs=\[Tensor\].*outputs=\[\]"),
         ({"preserve": [TENSOR]}, {}, r"preserve=\[Tensor\].*preserve=\[\]"),
         ({"preserve": [TENSOR]}, {"preserve": [torch.zeros(1)]}, r"preserve=\[Tensor\].*preserve=\[Tensor\]"),
         ({"objective": "thunk"}, {}, r"objective='thunk'.*objective='kernel'"),
@@ -122,6 +123,7 @@ def test_a_function_that_asks_for_what_the_one_around_it_does_not_do_is_refused(
         ({}, {"mode": "online"}),
         ({"bits": "check", "preserve": [TENSOR]}, {"bits": "same", "preserve": [torch.zeros(1), TENSOR]}),
         ({"preserve": [TENSOR]}, {"mode": "online"}),
+        ({"bits": "check", "outputs": [TENSOR]}, {"bits": "check", "preserve": [TENSOR]}),
         ({"is_dist": True}, {"is_dist": True}),
     ],
     ids=str,

@@ -62,7 +62,7 @@ class VerifyBits(Phase):
         self._reference = ""  # digest of the first configs' outputs
         self._verification: Verification = iter(())  # type: ignore[assignment]  # none yet
         self._missed = 0
-        self._has_put_back = False
+        self._has_put_back = False  # behind the run that is recorded
 
     @property
     def is_under_way(self) -> bool:
@@ -99,7 +99,7 @@ class VerifyBits(Phase):
 
     def record(self, report: AgreedRun, *, closing: bool) -> None:
         """Compare the outputs of a run of all ranks. Raises TuningError where `same` cannot be kept."""
-        self.remark, self.new_bans = "", []
+        self.remark, self.new_bans, self._has_put_back = "", [], False
         if self._has_given_up or closing or report.bits is None:
             return
         if not report.bits.tensors:
@@ -191,7 +191,6 @@ class VerifyBits(Phase):
         if self._rule != "same" or report.bits is None:
             return True
         if self._has_put_back:
-            self._has_put_back = False
             return False
         if report.bits.digest == self._reference or not self._reference:
             return True
@@ -201,7 +200,6 @@ class VerifyBits(Phase):
         self._agreed, self.is_over = {}, False
         if closing:
             self.leave()
-            self._has_put_back = False
         else:
             self.begin()
         return False
