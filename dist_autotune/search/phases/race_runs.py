@@ -41,6 +41,7 @@ class RaceRuns(RunPhase):
         self._seen: frozenset[str] | None = None  # launched under some option; None: there are no options
         self._members = {c.name for c in contexts.values() if not c.settled}  # settled by this search
         self._left: dict[str, tuple[Status, int | None, dict[int, float]]] = {}  # status, winner, ms then
+        self._untried = ""  # what was not tried, and why
         self._begin(self._searched())
 
     def explains_absence(self, context: Context) -> bool:
@@ -78,6 +79,7 @@ class RaceRuns(RunPhase):
     def _settle(self, plan: Plan, status: Status) -> None:
         raced = self._timed()
         kept = [(ms, each) for each, ms in self._ms.values() if each == plan][-1:]
+        self.remark = self._untried
         self._note_host(raced)
         for context in self._contexts.values():
             if context.is_tuned_by_launches or context.provisional:
@@ -122,7 +124,10 @@ class RaceRuns(RunPhase):
         space = self._space(launched)
         if plans := predicted.plans_of(space):
             return (yield from predicted.fastest_predicted_plan(space, plans))
-        return (yield from plan_search.fastest_plan(space, keeps_kernels=keeps_kernels))
+        return (yield from plan_search.fastest_plan(space, self._note, keeps_kernels=keeps_kernels))
+
+    def _note(self, untried: str) -> None:
+        self._untried = untried
 
     def _space(self, launched: dict[tuple[str, int], frozenset[str]]) -> PlanSpace:
         seen = frozenset().union(*launched.values()) if launched else frozenset(self._contexts)

@@ -1,7 +1,8 @@
 """The search for the plan with the fastest runs: a generator of plans that is sent the agreed ms of each.
 
 Few plans race at once. Of more, those race in which kernels leave the same room to others, beside options
-that choices of one kind take alike (`fastest_joint_plan`).
+that choices of one kind take alike (`fastest_joint_plan`); then single choices take other options
+(`fastest_single_options`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -41,6 +42,7 @@ class AskedPlan:
 
 
 Search: TypeAlias = Generator[AskedPlan, float, Plan]
+Note: TypeAlias = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -67,14 +69,17 @@ def runs_at_most(kernels: int, choices: Sequence[int]) -> int:
     race = math.ceil(runs_of_race(range(plans))) + MORE_RUNS
     if kernels < 2 and len(choices) < 2:
         return race
-    first = math.ceil(max(TOGETHER_RUNS, TOGETHER_RUNS_PER_PLAN * MOST_PLANS)) + CONFIRMING_RUNS
+    first = math.ceil(runs_of_joint_race(range(MOST_PLANS))) + CONFIRMING_RUNS
+    if len(choices) > 1:
+        single = range(min(1 + sum(options - 1 for options in choices), MOST_PLANS))
+        first += math.ceil(runs_of_joint_race(single) + runs_of_race([*choices, 0])) + MORE_RUNS
     return max(race, first + math.ceil(NEAR_RUNS_PER_PLAN * (2 + 3 * MOST_BESIDE)))
 
 
-def fastest_plan(space: PlanSpace, *, keeps_kernels: bool = False) -> Search:
+def fastest_plan(space: PlanSpace, note: Note, *, keeps_kernels: bool = False) -> Search:
     """Return the plan with the fastest runs; the incumbents' plan wins ties.
 
-    keeps_kernels: of too many plans, kernels keep their winners by launches.
+    note: is told what is not tried. keeps_kernels: of too many plans, kernels keep their winners by launches.
     """
     if plans := few_plans(space, keeps_kernels=keeps_kernels):
         race = yield from race_plans("all", plans, runs_of_race(plans), MORE_RUNS)
@@ -82,12 +87,19 @@ def fastest_plan(space: PlanSpace, *, keeps_kernels: bool = False) -> Search:
     if keeps_kernels:
         space = space.with_incumbents()
     plan = yield from fastest_joint_plan(space)
+    if plan != space.incumbents or not space.rooms():  # else many joint plans have raced, and none gains
+        plan = yield from fastest_single_options(space, plan, note)
     return plan if space.rooms() else (yield from replace_interfering(space, plan))
 
 
 def runs_of_race(plans: Sequence[object]) -> float:
     """Return the runs of a race of so many plans: of whole runs, which cost more than launches."""
     return max(racing_runs(1), RUNS_PER_PLAN * len(plans))
+
+
+def runs_of_joint_race(plans: Sequence[object]) -> float:
+    """Return the runs of a race of so many plans, the fastest of which race again."""
+    return max(TOGETHER_RUNS, TOGETHER_RUNS_PER_PLAN * len(plans))
 
 
 def few_plans(space: PlanSpace, *, keeps_kernels: bool) -> list[Plan]:
@@ -119,9 +131,7 @@ def fastest_joint_plan(space: PlanSpace) -> Search:
     joint = joint_plans_of(space)
     plans = [each.plan for each in joint]
     base = plans[0]
-    race = yield from race_plans(
-        "together", plans, max(TOGETHER_RUNS, TOGETHER_RUNS_PER_PLAN * len(plans)), 0
-    )
+    race = yield from race_plans("together", plans, runs_of_joint_race(plans), 0)
     if race.gain(base) < SEEMS:
         return base
     few = [plan for _, plan in race.timed if plan != base][:CONFIRMED]
@@ -133,6 +143,31 @@ def fastest_joint_plan(space: PlanSpace) -> Search:
     plans = [each.plan for each in _distinct([best, *_beside(space, best), changed])]
     last = yield from race_plans("together, near", plans, max(NEAR_RUNS, NEAR_RUNS_PER_PLAN * len(plans)), 0)
     return last.fastest
+
+
+def fastest_single_options(space: PlanSpace, plan: Plan, note: Note) -> Search:
+    """Return the plan with other options of single choices, where one of a kind does better with its own.
+
+    Each other option of each choice is tried alone; then the best of each choice are joined, one by one.
+    """
+    taken = {name: plan[name] for names in space.kinds if len(names) > 1 for name in names if name in plan}
+    others = [{name: i} for name in taken for i in space.choices[name] if i != taken[name]]
+    if len(others) >= MOST_PLANS:
+        note(
+            "choices with the same options took the same one, and none was tried with one of its own: that "
+            f"would be {len(others)} plans, more than {MOST_PLANS - 1}. Offer fewer options"
+        )
+        return plan
+    options = {name: plan.get(name, each[0]) for name, each in space.choices.items()}
+    plans = [plan, *(space.with_kernels({**options, **other}, plan) for other in others)]
+    race = yield from race_plans("single", plans, runs_of_joint_race(plans), 0)
+    joined = [plan]
+    for _, faster in itertools.takewhile(lambda each: each[1] != plan, race.timed):
+        ((name, index),) = others[plans.index(faster) - 1].items()
+        if options[name] == taken[name]:
+            options[name] = index
+            joined.append(space.with_kernels(options, plan))
+    return (yield from race_plans("single, joined", joined, runs_of_race(joined), MORE_RUNS)).winner
 
 
 def replace_interfering(space: PlanSpace, plan: Plan) -> Search:

@@ -187,18 +187,23 @@ class PlanSpace:
             for indices in itertools.product(*map(candidates, kernels)):
                 yield {**options, **{k.name: i for k, i in zip(kernels, indices, strict=True)}}
 
+    @property
+    def kinds(self) -> list[list[str]]:
+        """The choices, those with the same options together."""
+        of_kind: dict[tuple[str, ...], list[str]] = {}
+        for name in self.choices:
+            of_kind.setdefault((*self.texts[name],), []).append(name)
+        return [*of_kind.values()]
+
     def joint_options(self, most: int) -> list[dict[str, int]]:
         """Return the first options, then combinations in which choices of one kind take the same one.
 
         Of more than `most` first those in which one kind of choices takes another: so each option is there.
         """
-        of_kind: dict[tuple[str, ...], list[str]] = {}  # choices with the same options
-        for name in self.choices:
-            of_kind.setdefault((*self.texts[name],), []).append(name)
-        own = {name: options[0] for name, options in self.choices.items()}
-        firsts = [self.choices[names[0]] for names in of_kind.values()]
+        own, kinds = {name: options[0] for name, options in self.choices.items()}, self.kinds
+        firsts = [self.choices[names[0]] for names in kinds]
         together = (
-            {name: index for names, index in zip(of_kind.values(), indices, strict=True) for name in names}
+            {name: index for names, index in zip(kinds, indices, strict=True) for name in names}
             for indices in itertools.product(*firsts)
         )
         found = [own, *(each for each in itertools.islice(together, most + 1) if each != own)]
@@ -206,7 +211,7 @@ class PlanSpace:
             return found
         alone = [
             own | dict.fromkeys(names, index)
-            for names, options in zip(of_kind.values(), firsts, strict=True)
+            for names, options in zip(kinds, firsts, strict=True)
             for index in options[1:]
         ]
         return [own, *alone, *(each for each in found[1:] if each not in alone)]

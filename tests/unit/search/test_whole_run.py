@@ -75,6 +75,18 @@ def test_options_of_two_choices_are_found_where_their_combinations_are_too_many_
     assert wanted.items() <= simulation.winners().items()
 
 
+@pytest.mark.parametrize(("options", "tried"), [(3, True), (17, False)])
+def test_choices_of_one_kind_take_options_of_their_own_or_it_is_told_that_these_are_too_many(options, tried):
+    wanted = {"up": "o1", "down": "o0", "in": "o1", "out": "o2"}
+    contexts = {name: [f"o{number}" for number in range(options)] for name in wanted}
+    simulation = racing(
+        contexts, {}, choices={*wanted}, run_ms=lambda plan: 8.0 - len(wanted.items() & plan.items())
+    )
+    simulation.session()
+    assert (simulation.winners() == wanted) == tried
+    assert ("took the same one" in simulation.tuning.remark) != tried
+
+
 def test_a_choice_that_only_one_option_asks_for_is_explored_and_raced_under_it():
     simulation = racing(
         named("way", "detail"),
@@ -101,19 +113,16 @@ def test_options_that_pay_only_together_are_found():
     assert simulation.winners() == {"a": "a1", "b": "b1"}
 
 
-@pytest.mark.parametrize("max_runs", [2, 5, 9, 13, 19])
-def test_a_session_without_runs_left_keeps_to_them_and_leaves_partial_results(max_runs):
+@pytest.mark.parametrize("max_runs", [2, 5, 9, 13, 19, 21])
+def test_a_session_without_runs_left_leaves_partial_results_and_later_ones_end_with_the_best(max_runs):
     simulation = consumers(lambda plan: 0.9 if plan["way"] == "way0" else 0.0, max_runs=max_runs)
     assert len(simulation.session()) == max_runs
     assert simulation.statuses()["way"] == "partial"
     assert simulation.plans[-1].items() <= simulation.winners().items()
-
-
-def test_the_session_after_one_that_was_cut_short_in_its_race_ends_with_the_best_option():
-    simulation = consumers(lambda plan: 0.9 if plan["way"] == "way0" else 0.0, max_runs=21)
-    simulation.session()
-    assert simulation.statuses()["way"] == "partial"
-    simulation.session()
+    for _ in range(20):
+        simulation.session()
+    if max_runs == 2:
+        return  # each session begins with as many
     assert simulation.statuses() == {"way": "tuned", "left": "tuned", "right": "tuned"}
     assert simulation.winners() == {"way": "way1", "left": "left1", "right": "right1"}
 
