@@ -21,11 +21,11 @@ from ..ranks.group import RankGroup
 from ..ranks.turns import Turns
 from ..repeats.arguments import Arguments
 from ..repeats.repeated_call import RepeatedCall, ReturnedInChild, saved_tensor_hooks
-from ..triton_api import identity, interception
+from ..triton_api import interception
 from ..triton_api.interception import INTERCEPTION, PROGRAM, propagate_to_autograd
 from ..triton_api.turn import ProcessTurn, one_at_a_time, session_turn
 from . import diagnosis
-from .function_state import FunctionRanks, FunctionSetup, FunctionState
+from .function_state import FunctionRanks, FunctionState
 from .recorder import contexts_from_cache
 from .report import FunctionReports, TuningReport
 from .session import Session
@@ -254,13 +254,10 @@ class Calls:
         if state is None or state.function.mode != mode:
             return None
         is_settled = self._session is None and not self._wants_session
-        if not (is_settled or asks_nobody):
+        if not ((is_settled or asks_nobody) and self._ranks.are_current(state.function.group)):
             return None
-        if not self._ranks.are_current(state.function.group):
-            return None
-        if self._is_to_retune and not (is_settled and state.call_count is not None):
-            return None
-        return state
+        waits = self._is_to_retune and not (is_settled and state.call_count is not None)
+        return None if waits else state
 
     def _takes_up(self, state: FunctionState, asks_nobody: bool) -> bool:
         """Begin a settled call of this rank; return whether all ranks open a session in it."""
@@ -397,13 +394,7 @@ class Calls:
             self._wants_session, self._is_retuning, self._is_to_retune = True, True, False
         known, group = self.state, self._ranks.group()
         if known is None or known.function.group is not group or known.function.mode != mode:
-            try:
-                source = "" if self._function is None else identity.function_digest(self._function)
-                setup = FunctionSetup(self._options, self._name, source, group, mode=mode)
-                known = FunctionState(setup, self._note, self._settled.watch)
-            except BaseException as error:  # see [Note: ranks leave together]
-                group.fail(error)
-                raise
+            known = self._ranks.new_state(self._function, mode, self._note, self._settled.watch)
             self.close()
             self.state, self._wants_session = known, True
         return known

@@ -268,6 +268,26 @@ class FunctionRanks:
         if self._world is ended:
             self._world = object  # a new one at each call: an ended group's None would stand for no group
 
+    def new_state(
+        self,
+        function: Callable[..., Any] | None,
+        mode: str,
+        note: Callable[[str], None],
+        watch: Callable[[FunctionState], Watch],
+    ) -> FunctionState:
+        """Return a new state of the function, on the ranks that make a call now.
+
+        function: see `Calls`. note, watch: see `FunctionState`.
+        """
+        group = self.group()
+        try:
+            source = "" if function is None else identity.function_digest(function)
+            setup = FunctionSetup(self._options, self._name, source, group, mode=mode)
+            return FunctionState(setup, note, watch)
+        except BaseException as error:  # see [Note: ranks leave together]
+            group.fail(error)
+            raise
+
     def turns(self, group: RankGroup) -> Turns | None:
         """Return the turns of sessions that these ranks take together; None: one rank takes its own."""
         if self._turns is None or self._turns[0]() is not group:
