@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from ..repeats.arguments import Arguments
 from ..repeats.repeated_call import RepeatedCall, ReturnedInChild, saved_tensor_hooks
 from ..triton_api import interception
 from ..triton_api.interception import INTERCEPTION, PROGRAM, propagate_to_autograd
-from ..triton_api.turn import ProcessTurn, one_at_a_time, session_turn
+from ..triton_api.turn import ProcessTurn, session_turn
 from . import diagnosis
 from .function_state import FunctionRanks, FunctionState
 from .recorder import contexts_from_cache
@@ -60,7 +59,6 @@ class Calls:
         self._is_to_retune = False  # the next call that all ranks take up tunes anew
         self._is_retuning = False  # the session under way ignores results; so does the next one if it fails
         self._ranks = FunctionRanks(options, name)
-        self._asking: dict[str, object] = {}  # the thread that takes the turn with other ranks
 
     @property
     def report(self) -> TuningReport | None:
@@ -279,26 +277,14 @@ class Calls:
         group = self._ranks.group()
         if len(group.ranks) == 1:
             return session_turn(INCUMBENTS)
-        return self._turn_of_ranks(group, is_agreed=is_agreed)
+        return self._ranks.turn(
+            group, self._take_turn, lambda: not is_agreed and (self.settled or self._goes_on_alone)
+        )
 
     @property
     def _goes_on_alone(self) -> bool:
         session = self._session
         return self._options.mode == "online" and session is not None and not session.is_interrupted
-
-    @contextlib.contextmanager
-    def _turn_of_ranks(self, group: RankGroup, *, is_agreed: bool) -> Iterator[bool]:
-        """Take the turn on all ranks, for one thread that calls this function at a time."""
-        with one_at_a_time(self._asking) as has_waited:
-            if has_waited is None:
-                yield False
-                return
-            # Where another thread has opened the session meanwhile, peers may not be asking.
-            is_open = has_waited and not is_agreed and (self.settled or self._goes_on_alone)
-            turns = None if is_open else self._ranks.turns(group)
-            take = None if turns is None else functools.partial(self._take_turn, group, turns)
-            with session_turn(INCUMBENTS, take) as is_own:
-                yield is_own
 
     def _take_turn(self, group: RankGroup, turns: Turns, turn: ProcessTurn) -> bool:
         """Take the turn on all ranks; raises PutAside where peers do not go on with a session."""

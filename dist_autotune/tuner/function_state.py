@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 import types
@@ -16,6 +17,7 @@ import triton
 from msgspec.structs import replace
 
 from ..launch.dispatcher import Dispatcher
+from ..launch.fast_path import INCUMBENTS
 from ..launch.kernel_names import KernelNames
 from ..launch.registry import Registry
 from ..launch.results import Results
@@ -40,6 +42,7 @@ from ..timing.clock import Clock, default_clock
 from ..timing.synchronized_start import clock_name
 from ..timing.time_spent import TimeSpent
 from ..triton_api import identity, interception
+from ..triton_api.turn import ProcessTurn, one_at_a_time, session_turn
 from ..version import __version__
 
 _DEFAULT: Any = dist.GroupMember if dist.is_available() else types.SimpleNamespace(WORLD=None)
@@ -248,6 +251,7 @@ class FunctionRanks:
         self._world: Callable[[], Any] = lambda: None  # of the last call the default group, and the process
         self._pid = -1
         self._turns: tuple[weakref.ref[RankGroup], Turns | None] | None = None  # of a group
+        self._asking: dict[str, object] = {}  # the thread that takes the turn with other ranks
 
     def group(self) -> RankGroup:
         """Return the ranks that make a call now."""
@@ -288,7 +292,28 @@ class FunctionRanks:
             group.fail(error)
             raise
 
-    def turns(self, group: RankGroup) -> Turns | None:
+    @contextlib.contextmanager
+    def turn(
+        self,
+        group: RankGroup,
+        take: Callable[[RankGroup, Turns, ProcessTurn], bool],
+        is_open: Callable[[], bool],
+    ) -> Iterator[bool]:
+        """Take the turn of sessions on all ranks, for one thread that calls the function at a time.
+
+        take: takes it on all. is_open: whether a session is that another thread may have opened meanwhile.
+        """
+        with one_at_a_time(self._asking) as has_waited:
+            if has_waited is None:
+                yield False
+                return
+            # Where another thread has opened the session, peers may not be asking.
+            turns = None if has_waited and is_open() else self._turns_of(group)
+            take_on_all = None if turns is None else functools.partial(take, group, turns)
+            with session_turn(INCUMBENTS, take_on_all) as is_own:
+                yield is_own
+
+    def _turns_of(self, group: RankGroup) -> Turns | None:
         """Return the turns of sessions that these ranks take together; None: one rank takes its own."""
         if self._turns is None or self._turns[0]() is not group:
             self._turns = weakref.ref(group), group.new_turns(self._name)
