@@ -51,6 +51,7 @@ class WallClock:
 @dataclass(slots=True)
 class EventMark:
     device: int
+    stream: torch.cuda.Stream
     begin: torch.cuda.Event
     end: torch.cuda.Event
     began_ns: int  # on the host
@@ -75,10 +76,10 @@ class EventClock:
 
     def start(self) -> EventMark:
         with as_launch_failed():
-            device = torch.cuda.current_device()
+            device, stream = torch.cuda.current_device(), torch.cuda.current_stream()
             begin, end = self._event(device), self._event(device)
-            mark = EventMark(device, begin, end, time.perf_counter_ns())
-            begin.record()
+            mark = EventMark(device, stream, begin, end, time.perf_counter_ns())
+            begin.record(stream)
         return mark
 
     def _event(self, device: int) -> torch.cuda.Event:
@@ -90,7 +91,7 @@ class EventClock:
 
     def stop(self, mark: EventMark) -> None:
         with as_launch_failed(mark.device):
-            mark.end.record()
+            mark.end.record(mark.stream)
             mark.host_ms = (time.perf_counter_ns() - mark.began_ns) * 1e-6
             mark.was_fed = not mark.begin.query()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
 
 import torch
 
@@ -19,16 +18,20 @@ class DeviceFailed(LaunchFailed, torch.AcceleratorError):
     """A `LaunchFailed` that is a torch.AcceleratorError too, like the error behind it."""
 
 
-@contextlib.contextmanager
-def as_launch_failed(device: int | None = None, *, if_reported: bool = False) -> Iterator[None]:
+class as_launch_failed(contextlib.AbstractContextManager[None]):
     """Raise RuntimeErrors of the block as `LaunchFailed`; `if_reported`: only what the device reports."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, LaunchFailed) or (if_reported and not is_reported(error)):
-            raise
-        where = "the device" if device is None else f"cuda:{device}"
-        raise DeviceFailed(f"{where} reports {first_line(error)}") from error
+
+    __slots__ = ("_device", "_if_reported")
+
+    def __init__(self, device: int | None = None, *, if_reported: bool = False) -> None:
+        self._device, self._if_reported = device, if_reported
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, LaunchFailed):
+            return
+        if is_reported(error) or not self._if_reported:
+            where = "the device" if self._device is None else f"cuda:{self._device}"
+            raise DeviceFailed(f"{where} reports {first_line(error)}") from error
 
 
 def is_reported(error: BaseException) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -134,7 +134,7 @@ class Launch:
 
     def with_grid(self, grid: Any) -> Launch:
         """Return the same launch with another grid."""
-        return replace(self, kwargs={**self.kwargs, "grid": grid})
+        return Launch(self.tuner, self.args, {**self.kwargs, "grid": grid})
 
     def compile(self, config: Any) -> Any:
         """Compile `config` for this launch without launching; return the kernel (a future in async mode)."""
