@@ -73,7 +73,7 @@ class Diagnosis:
 
     def record_failed_exchange(self, error: BaseException) -> None:
         """Write to the log that an exchange has failed; a time-out names the logs of the missing ranks."""
-        if isinstance(error, AgreementTimeout) and self._log_dir is not None:
+        if type(error) is AgreementTimeout and self._log_dir is not None:
             files = ", ".join(f"{self._log_dir}/rank-{rank}.jsonl" for rank in error.missing_ranks)
             error.args = (f"{error} Last records: {files}",)
         self.record_failure(error, getattr(error, "rank", self._rank))

@@ -1,5 +1,6 @@
 """A session whose peers make no call any more is put aside: the call returns, and a later one goes on."""
 
+import re
 import time
 
 import pytest
@@ -34,7 +35,7 @@ def test_ranks_that_call_less_often_cost_the_others_short_waits_and_keys_are_tun
         assert took_s < WAIT_S
         assert ended == [True, True]
     if mode == "online":
-        assert "rank 1 made no call of it within" in results[0].stderr
+        assert re.search("rank 1 made no call .* for no rank. The next call goes on.", results[0].stderr)
 
 
 def test_a_rank_whose_loader_is_slow_is_waited_for_over_all_steps_between_two_exchanges():
