@@ -56,6 +56,8 @@ class Forecast:
 class RunsMade:
     """The runs of a session so far."""
 
+    session: int = 0  # its number among those of this state
+    remark: str = ""  # on the last one, for the log
     admitting: set[int] = field(default_factory=set)  # in which searches have begun
     idle: int = 0  # without a trial, in a row
     is_sample: bool = False  # the time of the last one as a whole was one

@@ -141,7 +141,7 @@ class Search:
         ]
         verified = () if state.verify_bits is None else state.verify_bits.new_bans
         bans += [(context.name, index) for context, index in verified]
-        remark, state.remark = state.remark, ""
+        remark, state.made.remark = state.made.remark, ""
         order = self._run_order(
             run,
             outcomes=outcomes,
@@ -167,7 +167,7 @@ class Search:
                 compiles=not state.pace.pauses,
                 apart=state.apart,
             ),
-            counts=state.has_counted_run,
+            counts=state.made.is_sample,
             is_pending=run.run.is_pending,
             done=state.done,
             retunes=run.retunes,

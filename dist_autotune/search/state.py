@@ -43,19 +43,15 @@ class SearchState:
         self.kept: dict[str, Context] = {}  # settled in earlier sessions, and not launched in this one
         self.kernels = KernelFamilies()
         self.race_runs: RaceRuns | TakeTurns | None = None  # what the whole run judges, under way
-        self.runs = 0  # with those `apart`
-        self.apart = 0  # so many runs without a trial come before the next exchange
-        self.done = False
-        self.closing = not rules.tunes
-        self.remark = ""
+        self.runs = self.apart = 0  # so far; of them those without a trial before the next exchange
+        self.done, self.closing = False, not rules.tunes
         self.verify_bits = VerifyBits(self.contexts, rules.bits) if rules.verifies else None
         self._race_launches = RaceLaunches(self.contexts)
         self._searches = 0  # by whole runs
         self._left_race: RaceRuns | None = None  # the last session was cut short in it
         self._comparison = FinalComparison(self.contexts, rules)
         self.results = FinalResults(self.contexts, rules, self._comparison, self.verify_bits)
-        self._sessions = 0
-        self._made = RunsMade()
+        self.made = RunsMade()
         self.pace = Pace(rules.overhead if rules.mode == "online" else None, rules.free_s)
         self.steps = StepComparison(self.contexts, rules)
 
@@ -78,11 +74,6 @@ class SearchState:
         return self.verify_bits is not None and (self.verify_bits.compares or not self.runs)
 
     @property
-    def has_counted_run(self) -> bool:
-        """Whether the time of the last run as a whole was a sample."""
-        return self._made.is_sample
-
-    @property
     def run_phase(self) -> RunPhase | None:
         """Return the phase in which whole runs are compared, if it is under way."""
         if not self.steps.is_over:
@@ -97,9 +88,9 @@ class SearchState:
     @property
     def has_work(self) -> bool:
         """Whether runs go on: something is unsettled, or a session for a new key has launched nothing yet."""
-        if self.run_phase is not None or self._made.pays_back or any(self.unsettled):
+        if self.run_phase is not None or self.made.pays_back or any(self.unsettled):
             return True
-        may_wait = self.rules.tunes and self._sessions > 1 and not self.closing
+        may_wait = self.rules.tunes and self.made.session > 1 and not self.closing
         has_launched = any(context.last_run > 0 for context in self.contexts.values())
         return may_wait and self.runs < STARVED_RUNS[self.rules.mode] and not has_launched
 
@@ -130,7 +121,7 @@ class SearchState:
     def forecast(self) -> Forecast:
         """Return how far the session has come. Any thread may ask."""
         searched = self._searched or self._comparison.undecided  # the last runs compare the searched contexts
-        return self._made.forecast(self.rules, searched, self.runs)
+        return self.made.forecast(self.rules, searched, self.runs)
 
     def _meanwhile(self, name: str) -> Meanwhile:
         """Return the state of the session that steers a context's order of trials."""
@@ -142,13 +133,12 @@ class SearchState:
 
     def open(self) -> None:
         """Begin a session: take up the unfinished searches of earlier ones."""
-        before, self._made = self.runs, RunsMade()
+        before, self.made = self.runs, RunsMade(self.made.session + 1)
         self.changed = [*self.contexts.values()]
-        self._sessions += 1
         self.runs = self.apart = 0
         self.pace.open()
         self.steps.open()
-        self.done, self.closing, self.remark = False, not self.rules.tunes, ""
+        self.done, self.closing = False, not self.rules.tunes
         self._comparison.is_over, self.race_runs, self._left_race = True, self._left_race, None
         for context in self.contexts.values():
             # Runs without a launch count on: sessions that are cut short would begin with as many each.
@@ -184,9 +174,8 @@ class SearchState:
 
     def keep_settled(self) -> None:
         """Set the results of earlier sessions aside until they are launched: they cost a run nothing."""
-        if self._left_race is not None or self.race_runs is not None or self.verify_bits is not None:
-            return  # which compare them
-        if self._comparison.is_under_way_or_left:
+        comparing = self._left_race, self.race_runs, self.verify_bits
+        if self._comparison.is_under_way_or_left or any(each is not None for each in comparing):
             return
         for name, context in list(self.contexts.items()):
             if context.is_lasting and self.results.is_final(context):
@@ -237,16 +226,16 @@ class SearchState:
         patience = STARVED_RUNS[self.rules.mode]
         if any(outcome.kind == "sample" for outcome in outcomes.values()):
             self.pace.saved_s = sum(context.saved_ms for context in self.contexts.values()) / 1e3
-        self._made.is_sample = False
+        self.made.is_sample = False
         if run_phase is not None:
             run_phase.record(report, patience=patience)
-            self._made.is_sample = run_phase.has_counted
+            self.made.is_sample = run_phase.has_counted
             outcomes |= run_phase.outcomes
-            self.remark = run_phase.remark or self.remark
+            self.made.remark = run_phase.remark or self.made.remark
         self._starve(patience)
         if self.verify_bits is not None:
             self.verify_bits.record(report, closing=self.closing)
-            self.remark = self.verify_bits.remark or self.remark
+            self.made.remark = self.verify_bits.remark or self.made.remark
         self._close_if_spent(report.elapsed_s)
         self._begin_next(report.launched)
         is_idle = not (had_trial or self.has_trial or any(self.unsettled))
@@ -267,13 +256,13 @@ class SearchState:
     def _end_online(self) -> None:
         """After the last trial, compare steps with first configs and winners; then pay back the excess."""
         may_end = not (self.closing or self.run_phase is not None or any(self.unsettled))
-        if may_end and self.pace.is_felt and not self._made.has_compared:
-            self._made.has_compared = True
+        if may_end and self.pace.is_felt and not self.made.has_compared:
+            self.made.has_compared = True
             self.steps.begin()
             may_end = self.steps.is_over
         if self.steps.gain is not None:
             self.pace.count_gain(self.steps.gain.gain_ms / 1e3)
-        self._made.pays_back = may_end and self.pace.pays_back()
+        self.made.pays_back = may_end and self.pace.pays_back()
 
     def _apply_plan(self) -> None:
         """Let each context launch the candidate that the phase under way plans, else its incumbent."""
@@ -290,7 +279,7 @@ class SearchState:
         """Count the runs without a trial that come before the next exchange: none while news is awaited."""
         awaits = self.tries or any(context.waiting for context in self.contexts.values())
         awaits |= self.run_phase is not None and self.run_phase.waiting
-        may_wait = self.pace.holds or self._made.pays_back or self._is_compiling
+        may_wait = self.pace.holds or self.made.pays_back or self._is_compiling
         wanted = self.pace.steps_apart if may_wait and not awaits else 0
         left = math.inf if self.rules.max_runs is None else self.rules.max_runs - self.runs - 2
         self.apart = int(max(min(wanted, left), 0))
@@ -305,7 +294,7 @@ class SearchState:
         is_trial = any(each.is_on_trial for each in self._trials)
         untried = StepKind.COMPILING if self._is_compiling else StepKind.QUIET
         kind = StepKind.NEW if is_new else StepKind.TRIAL if is_trial else untried
-        self._made.count(kind, waits=any(each.waiting for each in self._trials))
+        self.made.count(kind, waits=any(each.waiting for each in self._trials))
         if report.apart:
             self.pace.record(untried, report.apart_s, steps=report.apart)
         self.pace.record(kind, report.step_s, report.exchange_s)
@@ -313,14 +302,14 @@ class SearchState:
     def _end_if_idle(self, report: AgreedRun, *, is_idle: bool, was_closing: bool) -> None:
         """End the session after a run without a trial, once all ranks launch the settled configs."""
         bits = self.verify_bits
-        self._made.idle = self._made.idle + 1 if is_idle else 0
+        self.made.idle = self.made.idle + 1 if is_idle else 0
         if is_idle:
             launched = [context for name, context in self.contexts.items() if name in report.launched]
             as_settled = all(report.ran(c.name) == c.digests[c.incumbent] for c in launched)
-            self.done = as_settled or was_closing or self._made.idle == IDLE_RUNS
+            self.done = as_settled or was_closing or self.made.idle == IDLE_RUNS
         if bits is not None:
             self.done = self.done and bits.accepts(report, closing=self.closing)
-            self.remark = bits.remark or self.remark
+            self.made.remark = bits.remark or self.made.remark
 
     def _apply_part(self, name: str, report: AgreedRun) -> Outcome:
         part = report.parts[name]
@@ -350,9 +339,8 @@ class SearchState:
     def _starve(self, patience: int) -> None:
         """Settle contexts that no rank has launched for `patience` runs, unless a plan leaves them out."""
         for context in self.unsettled:
-            if self.runs - context.last_run < patience:
-                continue
-            if self.race_runs is None or not self.race_runs.explains_absence(context):
+            is_gone = self.runs - context.last_run >= patience
+            if is_gone and not (self.race_runs is not None and self.race_runs.explains_absence(context)):
                 context.settle(Status.STARVED)
 
     def _admit(self, name: str, announcement: Announcement, bans: dict[str, Ban]) -> Context:
@@ -373,15 +361,14 @@ class SearchState:
         elif self.closing or self._is_too_late():
             context.settle(Status.PARTIAL)
         else:
-            self._made.admitting.add(self.runs)
+            self.made.admitting.add(self.runs)
             self._begin(context, max(self.runs - 1, 0))
 
     def _is_too_late(self) -> bool:
         """Return whether new contexts are left to later sessions; those of a new option never are."""
-        is_late = self.runs > ADMISSION_RUNS
-        if self.rules.mode == "online":  # shapes come as the data does: the runs count that brought any
-            is_late = len(self._made.admitting | {self.runs}) > ADMISSION_RUNS
-        return is_late and not (self.race_runs is not None and self.race_runs.admits)
+        # Online shapes come as the data does: the runs count that brought any.
+        runs = len(self.made.admitting | {self.runs}) if self.rules.mode == "online" else self.runs
+        return runs > ADMISSION_RUNS and not (self.race_runs is not None and self.race_runs.admits)
 
     def _begin(self, context: Context, run: int) -> None:
         """Start a search in a run, from 0; one that is judged by the whole run waits for its turn."""

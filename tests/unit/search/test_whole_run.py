@@ -84,7 +84,7 @@ def test_choices_of_one_kind_take_options_of_their_own_or_it_is_told_that_these_
     )
     simulation.session()
     assert (simulation.winners() == wanted) == tried
-    assert ("took the same one" in simulation.tuning.remark) != tried
+    assert ("took the same one" in simulation.tuning.made.remark) != tried
 
 
 def test_a_choice_that_only_one_option_asks_for_is_explored_and_raced_under_it():
