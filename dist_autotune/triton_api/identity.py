@@ -179,7 +179,8 @@ def value_text(value: Any, *, strict: bool = True) -> str:
     if value is None or isinstance(value, str):
         return repr(value)
     if isinstance(value, enum.Enum):
-        return f"{type(value).__qualname__}.{value.name}"
+        text = f"{type(value).__qualname__}.{value.name or repr(value.value)}"  # some flags have no name
+        return text if strict else f"{text}={text_of(value.value)}"
     if isinstance(value, numbers.Number) and not isinstance(value, complex):
         number: Any = value
         is_whole = number == number and abs(number) != math.inf and int(number) == number

@@ -62,6 +62,7 @@ class Plain:
         (((1, (True, None)),), "(1, (1, None))"),
         ((torch.device("cpu"),), "device(type='cpu')"),
         ((Layout.ROW,), "Layout.ROW"),
+        ((enum.Flag("Bits", "A B")(0),), "Bits.0"),
         ((Shape(1, 2),), "Shape(m=1, n=2)"),
         ((tl.constexpr(32),), "32"),
         ((tl.float16,), "triton.language.float16"),
@@ -239,6 +240,8 @@ def test_a_closure_is_told_apart_by_what_it_captures():
 
     assert kernel_source(make(2)).digest != kernel_source(make(3)).digest
     assert kernel_source(make(2)).digest == kernel_source(make(2)).digest
+    enums = [make(enum.IntEnum("Scale", {"DEFAULT": value}).DEFAULT) for value in (2, 3)]
+    assert len({kernel_source(each).digest for each in enums}) == 2
 
 
 def test_a_helper_in_a_module_of_a_module_counts(module):
