@@ -83,7 +83,7 @@ class RankContext:
 
     name: str
     identity: ContextIdentity
-    samples: Samples
+    new_samples: Callable[[], Samples]
     rank: int
     claim: Claim | None = None  # its result in memory or on disk, from before its search
     holds_claim_back: bool = False  # the claim is reported, not launched: peers may not have it
@@ -101,6 +101,16 @@ class RankContext:
     launches_per_run: int = 0  # in the last run that counted them
     launched_in_backward: dict[bool, None] = field(default_factory=dict)  # both: recomputed there, it may be
     is_published: bool = False  # its result stands where launches outside the function find it
+    _samples: Samples | None = None  # None: it is idle
+
+    @property
+    def samples(self) -> Samples:
+        if self._samples is None:
+            self._samples = self.new_samples()
+        return self._samples
+
+    def drop_samples(self) -> None:
+        self._samples = None
 
     @property
     def stage(self) -> Stage:

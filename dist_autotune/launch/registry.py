@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -43,7 +44,9 @@ class Registry:
         self.lock = fork_safe_lock()
         self.has_news = False  # contexts have changed since a run began: a settled call has them choose anew
         self.names, self.known = names, known
-        self._clock, self._rank = clock, rank
+        self._rank = rank
+        self._samples_of_choices = functools.partial(Samples, clock)
+        self._samples_of_kernels = functools.partial(Samples, clock, flags_gaps=True)
         self._by_key: dict[tuple[str, str], RankContext] = {}  # by kernel and key
         # Contexts that are launched in this run, or not settled: a run costs nothing for others.
         self._active: dict[RankContext, None] = {}
@@ -95,6 +98,9 @@ class Registry:
             launch.key_names(),
         )
         context = self._find_context(about) or self._new(about, configs, tuner, launch)
+        earlier = next(iter(self._bindings.get(tuner, {}).values()), None)
+        if earlier is not None and [*earlier.configs.items()] == [*configs.items()]:
+            configs = earlier.configs  # one for all keys
         return Binding(weakref.ref(tuner), key, configs, context)
 
     def choice(
@@ -138,8 +144,8 @@ class Registry:
                 about = replace(about, texts={**about.texts, claim[1]: str(cached)})
             else:
                 claim = None
-        samples = Samples(self._clock, flags_gaps=tuner is not None)
-        context = RankContext(self._free_name(about), about, samples, self._rank, claim)
+        new_samples = self._samples_of_choices if tuner is None else self._samples_of_kernels
+        context = RankContext(self._free_name(about), about, new_samples, self._rank, claim)
         context.holds_claim_back = claim is not None and known.holds_back(about)
         context.order = known.orders.contexts.get(context.name)
         if launch is not None and len(configs) >= FEWEST and known.function.keys_teach:
@@ -226,7 +232,7 @@ class Registry:
             context.begin_run()
             if context.is_idle:
                 del self._active[context]
-                context.samples.let_go()
+                context.drop_samples()
 
     def abandon_run(self) -> None:
         for context in self.active():

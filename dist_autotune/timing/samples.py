@@ -128,10 +128,6 @@ class Samples:
         self.report = None
         self.begin_run()
 
-    def let_go(self) -> None:
-        """Drop all samples: nothing more is judged by them."""
-        self.by_candidate = {}
-
     def _read_sample(self) -> Sample | None:
         times = [(self._clock.read_ms(mark), self._gap_ms(mark)) for mark in self._marks]
         self._marks.clear()
