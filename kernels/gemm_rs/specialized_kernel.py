@@ -7,7 +7,7 @@
               it waits for the peers' sums, a part of the rows at a time, and lets `work` go on
     STORES    a tile for a peer goes into that peer's memory, by plain stores, once `notify` has seen the
               permits of all; it counts the tile and tells the peer: see [Note: rows leave with the tile].
-              No GPU has run that
+              It has not run between GPUs
     ragged    as in `ag_gemm`: a last row or column of tiles is moved back to end with its chunk. Where two
               tiles overlap both compute the same sums, to the bit
 
