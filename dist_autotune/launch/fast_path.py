@@ -30,7 +30,7 @@ from .tunable import Ranks
 from .written_tensors import WrittenTensors, written_arguments
 
 _MAKE = object.__new__
-Settled: TypeAlias = "dict[int, Known]"  # by the id of a living Autotuner
+Settled: TypeAlias = "dict[int, SettledKeys]"  # by the id of a living Autotuner
 
 
 class Launcher(Protocol):
@@ -49,7 +49,7 @@ class Launcher(Protocol):
     ) -> dict[str, str]: ...
 
 
-class Known:
+class SettledKeys:
     """The settled keys of one Autotuner, dropped with it."""
 
     __slots__ = ("by_key", "call", "configs", "only", "tuner")
@@ -106,9 +106,9 @@ class CallUnderWay:
         known, config = self._known(tuner), tuner.configs[0]
         known.only, known.configs = (config, config.all_kwargs()), [config]
 
-    def _known(self, tuner: Autotuner) -> Known:
+    def _known(self, tuner: Autotuner) -> SettledKeys:
         if (known := self.settled.get(id(tuner))) is None:
-            known = self.settled[id(tuner)] = Known(tuner, self.settled)
+            known = self.settled[id(tuner)] = SettledKeys(tuner, self.settled)
         return known
 
     def launched(self) -> list[Autotuner]:
