@@ -155,11 +155,11 @@ class Dispatcher:
         context, config = binding.rank_context, binding.configs[candidate]
         run = context.run  # read once: a session of another thread may begin one meanwhile
         is_trial = call.tunes and run.count == 0 and context.tries(candidate)
-        is_rest = candidate == context.rest  # no part of the trial
+        is_later = candidate == context.later_candidate  # no part of the trial
         with self._guard.launching(context.name, candidate) if is_trial else contextlib.nullcontext():
             launch.run_pre_hook(config)
             loaded = self._ensure_loaded(call, launch, binding, candidate) if call.tunes else None
-            if call.tunes and context.measures and not is_rest:
+            if call.tunes and context.measures and not is_later:
                 grid = RecordedGrid(launch.kwargs.get("grid"))
                 counted = launch.with_grid(grid) if callable(launch.kwargs.get("grid")) else launch
                 mark = context.samples.start()
@@ -172,7 +172,7 @@ class Dispatcher:
                     run.ran[MIXED] = None  # the interval may hold a compilation: the run does not count
             else:
                 result = launch.run(config)
-            if not is_rest:
+            if not is_later:
                 run.ran[candidate] = None
             run.count += 1
         return result

@@ -141,16 +141,16 @@ class RankContext:
         return self.order.winner
 
     @property
-    def rest(self) -> str:
+    def later_candidate(self) -> str:
         """Return the candidate of later launches in a run whose first one tried a slow one; "": the same.
 
         What a checkpoint computes once more in the backward pass takes what it took before.
         """
         is_recomputed = len(self.launched_in_backward) > 1
-        if is_recomputed or self.order is None or self.order.next_launch.rest < 0 or not self.run.count:
+        if is_recomputed or self.order is None or self.order.next_launch.later < 0 or not self.run.count:
             return ""
-        rest = self.order.digests[self.order.next_launch.rest]
-        return rest if rest in self.texts and rest not in self.bans else ""
+        later = self.order.digests[self.order.next_launch.later]
+        return later if later in self.texts and later not in self.bans else ""
 
     @property
     def measures(self) -> bool:
@@ -300,7 +300,7 @@ class RankContext:
             planned = "" if self.order is None else self.order.digests[self.order.planned]
             is_usable = planned in self.texts and planned not in self.bans
             self.run.choice = planned if is_usable else self.stand_in()
-        choice = self.rest or self.run.choice
+        choice = self.later_candidate or self.run.choice
         if choice in binding.configs and choice not in failed:
             return choice
         return self.stand_in(binding.configs, failed)

@@ -127,7 +127,7 @@ class Exchanges:
         end = self._do(lambda store: bytes(store.get(key)) if store.check([key]) else b"")
         return _read_failure(end[1:]).on(self._rank) if end[:1] == b"F" else None
 
-    def beat(self, number: int | None = None) -> None:
+    def heartbeat(self, number: int | None = None) -> None:
         """Count on: this rank compiles before an exchange, its next one, and who waits there waits longer."""
         key = f"{self.number if number is None else number}/beats"
         self._trash += [] if key in self._trash else [key]

@@ -44,7 +44,7 @@ class RankGroup:
     def fail(self, error: BaseException) -> None:
         """Tell the peers that this rank does not reach the exchange it is due at."""
 
-    def rest(self, *, between_calls: bool) -> None:
+    def mark_idle(self, *, between_calls: bool) -> None:
         """Let the peers know while this rank has a session open and is in no call; False: no longer."""
 
     def leave(self) -> None:
@@ -84,7 +84,7 @@ class ProcessGroup(RankGroup):
         self._connections, self._prefix = connections(), prefix_of(group, self.ranks)
         self._exchanges = self._new_exchanges(self._prefix)
         self._asked: collections.Counter[str] = collections.Counter()  # functions that ask for turns, by name
-        self._watchdog = Watchdog(self.rank, self._exchanges.beat, self._exchanges.find_failure)
+        self._watchdog = Watchdog(self.rank, self._exchanges.heartbeat, self._exchanges.find_failure)
 
     def _new_exchanges(self, prefix: str) -> Exchanges:
         return Exchanges(self._connections, prefix, self.ranks, self.rank, idle_prefix=self._prefix)
@@ -97,7 +97,7 @@ class ProcessGroup(RankGroup):
         if self.pid == os.getpid() and group is not None and not _has_ended(group):
             self._exchanges.fail(error)
 
-    def rest(self, *, between_calls: bool) -> None:
+    def mark_idle(self, *, between_calls: bool) -> None:
         self._watchdog.idle(self._exchanges.tell_idle if between_calls else None)
 
     def leave(self) -> None:

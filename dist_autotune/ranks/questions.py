@@ -67,7 +67,7 @@ class Letter(Struct, frozen=True, omit_defaults=True):
 
     def give_up(self, store: Any) -> str:
         """Write that ranks gave no answer; return the outcome, which may be another one."""
-        told = self.at(store)
+        told = self.calls_told(store)
         missing = [rank for rank in self.ranks if "asks" not in told.get(rank, "")]
         names = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {missing}"
         text = f"late {names} gave no answer within {ANSWER_S:g} s"
@@ -82,7 +82,7 @@ class Letter(Struct, frozen=True, omit_defaults=True):
         for part in ("", "/asked", "/late", "/left", *(f"/at/{rank}" for rank in self.ranks)):
             store.delete_key(self.key(part))
 
-    def at(self, store: Any) -> dict[int, str]:
+    def calls_told(self, store: Any) -> dict[int, str]:
         """Return the number of calls of each rank that has told it."""
         keys = {rank: self.key(f"/at/{rank}") for rank in self.ranks}
         return {rank: bytes(store.get(key)).decode() for rank, key in keys.items() if store.check([key])}
@@ -227,7 +227,7 @@ class Questions:
             if outcome := self.do(look):
                 break
             time.sleep(pause_s)
-        calls = {rank: int(at.split()[0]) for rank, at in self.do(letter.at).items()}
+        calls = {rank: int(at.split()[0]) for rank, at in self.do(letter.calls_told).items()}
         self._connections.scout.start(letter.leave)
         kind, _, reason = outcome.partition(" ")
         return Answer(kind == "yes", reason, kind == "late", calls)

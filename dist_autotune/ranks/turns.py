@@ -51,7 +51,7 @@ class Turns:
             nonlocal told_at
             if time.monotonic() - told_at > exchange.HEARTBEAT_S:
                 told_at = time.monotonic()
-                exchanges.beat(exchanges.number - 1)
+                exchanges.heartbeat(exchanges.number - 1)
 
         def start(reports: dict[int, bytes]) -> bytes:
             return START if turn.acquire(beat) else WITHOUT

@@ -129,7 +129,7 @@ class Context(SharedContext):
         return fastest if ms * (1 + TIE) < least(self.times.agreed_ms(incumbent)) else incumbent
 
     @property
-    def rest(self) -> int:
+    def later_candidate(self) -> int:
         """Return the candidate of later launches in a run whose first one tries a slow one; -1: the same."""
         if not (self.next_run.is_spared and self.is_racing and self.is_tuned_by_launches):
             return -1

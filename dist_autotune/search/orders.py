@@ -28,7 +28,7 @@ class NextLaunch(Struct, frozen=True, array_like=True, gc=False):
     planned: int = -1  # the candidate that every rank launches; -1: nothing works
     trial: int = -1  # the candidate whose time the search waits for
     is_on_trial: bool = False  # the next run is a trial of the context
-    rest: int = -1  # launches after the first one, where that tries a slow candidate; -1: as planned
+    later: int = -1  # launches after the first one, where that tries a slow candidate; -1: as planned
     waiting: bool = False  # online: the trial has run, some rank's sample is not read yet
     judge: str = BY_LAUNCH  # of its candidates now
     outside_race: tuple[int, ...] = ()  # candidates that are not to be compiled now

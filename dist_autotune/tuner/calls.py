@@ -292,14 +292,14 @@ class Calls:
         timeout_s = self._options.timeout_s if state is None else state.function.timeout_s
         patience_s = math.inf if session is None else session.patience_s
         wait = ExchangeWait("the opening of a session", timeout_s, patience_s)
-        group.rest(between_calls=False)
+        group.mark_idle(between_calls=False)
         try:
             return group.take_turn(turns, turn, wait)
         except PutAside as error:
             assert session is not None
             session.put_aside(error)
             self._keep_if_over()
-            group.rest(between_calls=self._session is not None)
+            group.mark_idle(between_calls=self._session is not None)
             raise
 
     def _begin_settled(self, state: FunctionState, asks_nobody: bool) -> CallUnderWay:
@@ -316,7 +316,7 @@ class Calls:
     def _session_under_way(self, state: FunctionState) -> Iterator[Session]:
         """Go on with the session in the block, or open one."""
         group = state.function.group
-        group.rest(between_calls=False)
+        group.mark_idle(between_calls=False)
         try:
             if self._session is not None:
                 self._session.resume()
@@ -328,7 +328,7 @@ class Calls:
             yield session
         finally:
             self._keep_if_over()
-            group.rest(between_calls=self._session is not None)
+            group.mark_idle(between_calls=self._session is not None)
 
     def _new_session(self, state: FunctionState) -> Session:
         tunes = state.function.tunes

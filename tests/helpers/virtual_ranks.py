@@ -72,7 +72,7 @@ class VirtualAgreement:
         if isinstance(end, bytes):
             self.fail(error)  # the others have gone on
 
-    def rest(self, *, between_calls: bool) -> None:
+    def mark_idle(self, *, between_calls: bool) -> None:
         pass
 
     def leave(self) -> None:

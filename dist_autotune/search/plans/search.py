@@ -244,7 +244,7 @@ def _distinct(joint: Sequence[JointPlan]) -> list[JointPlan]:
 
 def _joint_plan(space: PlanSpace, options: Plan, room: float | None, kernels: tuple[str, ...]) -> JointPlan:
     able = [kernel for kernel in space.kernels if kernel.name in kernels]
-    candidates = {} if room is None else {kernel.name: kernel.within(room) for kernel in able}
+    candidates = {} if room is None else {kernel.name: kernel.fullest_within(room) for kernel in able}
     return JointPlan(space.with_kernels(options, candidates), options, room, kernels)
 
 

@@ -84,7 +84,7 @@ class KernelLevels:
         """Return the ms that its launches take longer with a candidate than with the incumbent."""
         return self.launches * (self.ms[index] - self.ms[self.incumbent])
 
-    def within(self, share: float) -> int:
+    def fullest_within(self, share: float) -> int:
         """Return the candidate that takes most of the device, at most this share; else that with least."""
         fits = [index for index, each in self.share.items() if each <= share + SHARE_STEP / 2]
         if fits:
