@@ -124,10 +124,10 @@ class CrashGuard:
             _remove(self._path, self._file)
             self._file = None
 
-    def _suspect(self, suspects: dict[str, str], kind: int = INEXACT) -> None:
+    def _suspect(self, suspects: dict[str, str]) -> None:
         if suspects or self._suspects:
             self._suspects = suspects
-            self._write(kind)
+            self._write()
 
     def _write(self, kind: int = INEXACT, suspects: dict[str, str] | None = None) -> None:
         """Replace the line; without suspects it accuses nobody."""

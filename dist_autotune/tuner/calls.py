@@ -147,7 +147,7 @@ class Calls:
             with self._settled.watched(state):
                 yield
         except BaseException as error:
-            self._settled.end_failed(state, call, error, asks_nobody=asks_nobody)
+            self._settled.end_failed(state, error, asks_nobody=asks_nobody)
             raise
         finally:
             if place in calls and calls[place] is call:  # no call of a function, as in `_settled_call`
@@ -165,7 +165,7 @@ class Calls:
             else:
                 result = thunk()
         except BaseException as error:
-            self._settled.end_failed(state, call, error, asks_nobody=asks_nobody)
+            self._settled.end_failed(state, error, asks_nobody=asks_nobody)
             raise
         finally:
             if thread in calls:  # not in a child that was forked in the call

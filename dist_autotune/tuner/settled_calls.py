@@ -94,7 +94,7 @@ class SettledCalls:
             raise
         self._unanswered = self._unanswered + 1 if answer.is_late else 0
         if not answer.opens:
-            self._tell(state, count, f"tuning anew waits: {answer.reason}", answer)
+            self._tell(count, f"tuning anew waits: {answer.reason}", answer)
         return answer.opens
 
     @property
@@ -139,12 +139,10 @@ class SettledCalls:
         if not answer.opens:
             self.leave_untuned(asking, answer.reason)
             titles = ", ".join(sorted(context.title for context in asking))
-            self._tell(state, count, f"{titles} keeps its config: {answer.reason}", answer)
+            self._tell(count, f"{titles} keeps its config: {answer.reason}", answer)
         return answer.opens
 
-    def end_failed(
-        self, state: FunctionState, call: CallUnderWay, error: BaseException, *, asks_nobody: bool
-    ) -> None:
+    def end_failed(self, state: FunctionState, error: BaseException, *, asks_nobody: bool) -> None:
         """End a call that raised, which counts as a call. Peers hear of it: they may wait in a collective."""
         function = state.function
         if function.is_alone:
@@ -172,7 +170,7 @@ class SettledCalls:
         function = state.function
         return function.tunes and (function.is_alone or self._options.watch) and not asks_nobody
 
-    def _tell(self, state: FunctionState, count: CallCount, text: str, answer: Answer) -> None:
+    def _tell(self, count: CallCount, text: str, answer: Answer) -> None:
         """Say once after a session, on stderr, which ranks have made how many calls."""
         if self._told_of != count.session:
             self._told_of = count.session

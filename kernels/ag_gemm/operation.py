@@ -317,12 +317,10 @@ class AllGatherGemm(NumberedCalls):
             layout.fill_nan(product.out)
             self._pusher.finish(is_capturing=is_capturing)
         if product.gathered is not None:
-            self._write_rows(product.gathered, layout.rows)
+            rows = product.gathered.detach().view(self.world_size, layout.rows, -1)
+            rows.copy_(self._buffer.a[:, : layout.rows])
+            self._gathered = None
         return product.out
-
-    def _write_rows(self, gathered: torch.Tensor, rows: int) -> None:
-        gathered.detach().view(self.world_size, rows, -1).copy_(self._buffer.a[:, :rows])
-        self._gathered = None
 
     def _gather_and_multiply(self, way: int, product: Product) -> None:
         """Gather by a collective or by mail: for both see [Note: a collective needs no permit]."""

@@ -161,8 +161,9 @@ class Collective:
 
     def ahead(self) -> tuple[int, int] | None:
         """Return as `refuse` does, for a rank that has failed; None also where nobody makes a collective."""
-        is_waited_for = self._ballots is not None and self._ballots.has_standing(COLLECTIVE)
-        went_ahead = self._ballots.refuse() if is_waited_for and self._ballots is not None else None
+        if self._ballots is None or not self._ballots.has_standing(COLLECTIVE):
+            return None
+        went_ahead = self._ballots.refuse()
         return went_ahead if went_ahead is not None and went_ahead[0] == COLLECTIVE else None
 
     def leave_next(self) -> tuple[int, int] | None:

@@ -86,10 +86,10 @@ class NumberedCalls(Operation):
             self._raise_refused()
             raise
         except BaseException as error:
-            if is_capturing:
-                self._explain_capture(error)
-            else:
+            if not is_capturing:
                 self._break(error, given, None if way is NOT_AGREED else plan)
+            elif isinstance(error, SymmetricMemoryError):
+                raise RuntimeError(f"{type(self).__name__} cannot be captured here: {error}") from error
             raise
         if self._bulletin.bell[0] or not (self._facts.is_gpu or self._failures.are_none()):
             self._check_call()
@@ -212,7 +212,3 @@ class NumberedCalls(Operation):
     def _collectives(self, plan: Any) -> list[Callable[[], None]]:
         """Return a function for each collective of such a call, which makes it with any data."""
         return []
-
-    def _explain_capture(self, error: BaseException) -> None:
-        if isinstance(error, SymmetricMemoryError):
-            raise RuntimeError(f"{type(self).__name__} cannot be captured here: {error}") from error

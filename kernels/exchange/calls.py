@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 import weakref
@@ -94,8 +95,4 @@ def check_calls(*, wait: bool = True) -> None:
         caller.raise_known_failure()
 
 
-def _check_without_waiting() -> None:
-    check_calls(wait=False)
-
-
-register_step_check(_check_without_waiting)
+register_step_check(functools.partial(check_calls, wait=False))

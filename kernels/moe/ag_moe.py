@@ -42,11 +42,6 @@ from .launch import HEIGHTS, check_experts
 from .operation import ExpertOperands, ExpertOperation, ExpertPlan, TileOrders
 from .plan import Routing, Sorting
 
-
-def _nothing() -> None:
-    return
-
-
 _KERNEL = TunedKernel(all_gather_moe, operation="AllGatherMoE")
 
 
@@ -236,7 +231,7 @@ class AllGatherMoE(ExpertOperation):
             copies = [(slot[:tokens], shard)] if tokens else []
             self._pushes.run(peer, self._pushes.sending(peer, copies, ARRIVED.value, 1), at_once=False)
         self._pushes.owes_parts = False
-        return _nothing
+        return lambda: None
 
     def _launch(
         self, weight: torch.Tensor, out: torch.Tensor, sorting: Sorting, sources: torch.Tensor
