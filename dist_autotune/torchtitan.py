@@ -1,10 +1,10 @@
-"""torchtitan's models with overlapped products, and tuned steps: names for its `--override.imports`.
+"""Overlapped products and tuned steps for torchtitan: names for its `--override.imports`.
 
     feed_forward, attention    gather and product, product and scatter of the tensor-parallel blocks overlap
-    tuned_steps                each step is one run: a `StepTuner` around what lies from `zero_grad` to `step`
+    tuned_steps                each step is one run: a `StepTuner` from `zero_grad` to `step`
 
-The blocks are those of `layers.*`, with tensor and sequence parallelism; parameters and checkpoints stay as
-they are. With the SPMD backends that wrap activations in DTensors, and with spmd_types, where they are plain.
+The blocks are those of `layers.*`, with tensor and sequence parallelism; parameters and checkpoints are
+unchanged. Works with SPMD backends that wrap activations in DTensors, and with spmd_types' plain ones.
 """
 
 from __future__ import annotations

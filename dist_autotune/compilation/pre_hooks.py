@@ -1,9 +1,9 @@
 """Runs a config's `pre_hook` in a child process, to learn for which arguments the config is compiled.
 
 The hooks of a context run one after another in one forked child, each on its own copies and stubs of the
-arguments, without a file or a socket: what they count, log or zero is gone with the child. The child returns
-the arguments pickled, with references to the tensors, and this process compiles for those. What a hook raises
-on stubs, OutOfResources included, says nothing about a launch: only the hook of a real launch bans a config.
+arguments, without a file or a socket: their effects end with the child. The child returns the arguments
+pickled, with references to the tensors, and this process compiles for those. An exception of a hook on stubs,
+OutOfResources included, bans nothing: only the hook of a real launch does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Checks before an optimizer's step: whether kernels that wait for peers have failed.
 
-A kernel that waits for a peer ends without it once its patience has ended, and its host learns of that later.
-Who owns such kernels registers a check; `StepTuner` and `dist-autotune run` ask all of them before each step
-of an optimizer. A check waits for no device: what is still under way is found by the next one.
+A kernel that waits for a peer gives it up after a bounded time, and its host learns of that later. The owner
+of such kernels registers a check; `StepTuner` and `dist-autotune run` run all checks before each step of an
+optimizer. A check does not wait for the device: the next one finds later failures.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Copies of the tensors that kernels change in place, put back between the runs of a call.
 
-A kernel says what it changes: `restore_value` and `reset_to_zero` of `triton.autotune` name the arguments. A
-tensor is copied before the first launch of the call that names it. Storages are held by weak references. Only
-tensors from before the call are put back; what a run allocates belongs to that run.
+`restore_value` and `reset_to_zero` of `triton.autotune` name the arguments that a kernel changes. A tensor is
+copied before the first launch of the call that names it. Storages are held by weak references. Only tensors
+from before the call are put back, none that a run allocated.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """The exchanges of a group: one report of each rank to the deciding rank, one order back.
 
-Exchange 7 has these keys. `7/3` is the report of rank 3. `7` is its end, which is written once, by
-`compare_set`: the order, or the failure of a rank, or the ranks that were missing; so all ranks leave the
-exchange alike. `7/0` says that rank 0, which decides, waits for others. `7/beats` counts on while a rank
-compiles that the others wait for. `7/left` counts the ranks that have read the end of a session's last
-exchange: the last one deletes all. Other keys are deleted in the next exchange; what ranks have left behind
-that died, the deciding rank deletes when all have come to a later one.
+Exchange 7 has these keys. `7/3` is the report of rank 3. `7` is its end, written once, by `compare_set`: the
+order, the failure of a rank, or the missing ranks; so all ranks leave the exchange alike. `7/0` says that
+rank 0, which decides, waits for others. `7/beats` counts on while an awaited rank compiles. `7/left` counts
+the ranks that have read the end of a session's last exchange: the last one deletes all keys. Other keys are
+deleted in the next exchange, those of ranks that died in a later one to which all have come.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Questions about one settled call: do all ranks open a session in it?
 
-A settled call sends nothing. A rank that has met something new in call n of a function asks about that call
-at its end; one that is to tune anew asks before it makes call n. A question has one outcome, written once by
-`compare_set`: "yes" by the last rank that asks the same; else the first reason, by a rank that has made the
-call without asking, or by one that has asked and waited for `ANSWER_S`. So all ranks open a session, or none.
+A settled call sends nothing. A rank that met a new key in call n of a function asks about that call at its
+end; after `retune()` it asks before call n. A question has one outcome, written once by `compare_set`: "yes"
+by the last rank that asks the same; else the first reason, by a rank that made the call without asking, or by
+one that asked and waited for `ANSWER_S`. So all ranks open a session, or none.
 
-Ranks that ask nothing answer by a thread, which reads how many calls they have made. Its mailbox in the store
-is a *bell*, for which it waits, and the numbered letters of each rank that writes. The question about call 7
-after session s has these keys: `s/7` is its outcome, `s/7/asked` counts the ranks that ask, `s/7/at/3` says
-how far rank 3 is, `s/7/late` counts on while a rank is inside the call, `s/7/left` counts the ranks that need
-it no more; the last deletes all. A rank that asks counts itself out, whenever its thread reads the letter;
-for one that does not ask, the thread does.
+On ranks that ask nothing a thread answers, by the number of calls they have made. Its mailbox in the store is
+a *bell*, for which it waits, and the numbered letters of each rank that writes. The question about call 7
+after session s has these keys: `s/7` is its outcome, `s/7/asked` counts the ranks that ask, `s/7/at/3` is the
+number of calls of rank 3, `s/7/late` counts on while a rank is inside the call, `s/7/left` counts the ranks
+that need it no more; the last one deletes all. A rank that asks counts itself out, whenever its thread reads
+the letter; for one that does not ask, the thread does.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Turns: of the functions that all ranks of a group ask to tune, the deciding rank starts one at a time.
+"""Turns of functions: the deciding rank starts one at a time of those that all ranks of a group ask to tune.
 
-A rank asks with an exchange of the function's own. When all have asked, the deciding rank waits for the turn
-in its own process, and the others then say whether their process is free. One that is busy, with another
-group's session, says "later": all give their turns back and ask again. So nobody waits in a circle, neither
-where ranks begin two functions in different order, nor where groups overlap.
+A rank asks by an exchange that belongs to the function. When all have asked, the deciding rank waits for the
+turn of its process; then the others say whether their process is free. A process that is busy with another
+group's session answers "later": all give their turns back and ask again. So no ranks wait in a circle, even
+when they begin two functions in different order or when groups overlap.
 """
 
 from __future__ import annotations

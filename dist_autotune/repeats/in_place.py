@@ -1,8 +1,8 @@
-"""Finds work in place that nobody declared: the first run, made once more, leaves other values.
+"""Finds work in place that nobody declared: a repetition of the first run leaves other values.
 
-What kernels were given and what torch changed, if it was there before the call, is copied after the first
-run and compared after the second one: by its bits, then by value, as sums of floats depend on the order of
-atomic additions.
+Arguments of kernels and tensors that torch changed, if they existed before the call, are copied after the
+first run and compared after the second: by their bits, then by value, as sums of floats depend on the order
+of atomic additions.
 """
 
 from __future__ import annotations

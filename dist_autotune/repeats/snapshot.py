@@ -1,8 +1,8 @@
-"""Putting state back between the runs of one call, so that only the final run leaves its effects.
+"""Puts state back between the runs of one call, so that only the final run leaves its effects.
 
-State is found by walking what `preserve=` names: tensors, generators, containers, and the attributes of
+State is found from the objects in `preserve=`: tensors, generators, containers, and the attributes of
 modules, optimizers and other objects with a `state_dict`. Each tensor is copied and put back in place: the
-same object, memory and dtype, whatever a `state_dict` leaves out or converts.
+same object, memory and dtype, including state that a `state_dict` leaves out or converts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The search of one function on its deciding rank: from the reports of all ranks to one order.
 
-No other rank has one. What it raises as a TuningError becomes an order, too: all ranks raise it.
+No other rank has one. A TuningError of it becomes an order, too: all ranks raise it.
 """
 
 from __future__ import annotations

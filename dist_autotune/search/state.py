@@ -1,6 +1,6 @@
 """Compute the next plan from the reports of a run.
 
-Phases: all kernels race, judged by their launches (`RaceLaunches`); what the run judges follows, as plans
+Phases: all kernels race, judged by their launches (`RaceLaunches`); then contexts judged by the run, as plans
 (`RaceRuns`) or in turns (`TakeTurns`); then `FinalComparison` with `objective="thunk"`, and `VerifyBits`.
 """
 

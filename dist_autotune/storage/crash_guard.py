@@ -1,12 +1,12 @@
 """Names on disk the candidates that are launched, so that later starts ban one that kills the process.
 
 A candidate is suspected in the first run that launches it: alone while its launch, or its load, is under way,
-else with all others that are new in the run. One death convicts nobody, as anything may end a process; the
-second one does. Deaths are forgotten when the function settles, and a candidate's when it completes a run.
-Each function and rank has one file of one line, overwritten and locked by its process; a second process goes
-without a guard.
+else with all others that are new in the run. Two killed processes ban it; one does not, as anything may end a
+process. Deaths are forgotten when the function settles, and a candidate's when it completes a run. Each
+function and rank has one file of one line, overwritten and locked by its process; a second process has no
+guard.
 
-Whatever is wrong with the file or its directory is a `CacheWarning`, and tuning goes on without a guard.
+A fault of the file or its directory is a `CacheWarning`, and tuning goes on without a guard.
 """
 
 from __future__ import annotations

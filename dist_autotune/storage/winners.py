@@ -1,10 +1,10 @@
-"""Winners on disk: one JSON file per entry, named after the kernel and a digest of all that must match.
+"""Winners on disk: one JSON file per entry, named after the kernel and a digest of its identity.
 
-An entry is only ever replaced as a whole (temporary file, `os.replace`), so a reader needs no lock and a
-killed writer leaves nothing visible. A training step stores its winners, so nothing waits for the disk: what
-a power failure leaves of an entry is damaged, that is a miss. The lock makes "compare, then replace" one step
-among writers, and one temporary file enough: the next writer takes over what a killed one has left.
-Whatever is wrong with a file or with the directory is a `CacheWarning`, and tuning goes on.
+An entry is replaced as a whole (temporary file, `os.replace`), so a reader needs no lock and a killed writer
+leaves nothing visible. Training steps store winners, so no write waits for the disk: after a power failure an
+entry may be damaged, which is a miss. The lock makes "compare, then replace" one step among writers; they
+share one temporary file, and the next writer overwrites that of a killed one. A fault of a file or of the
+directory is a `CacheWarning`, and tuning goes on.
 """
 
 from __future__ import annotations

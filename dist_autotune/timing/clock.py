@@ -1,7 +1,7 @@
 """Times launches: by CUDA events on the launch's own stream, or by the wall clock.
 
-Two events around a launch time the kernel alone only if the launch is queued before the device comes to the
-first of them. Where the stream has run dry, the interval holds up to the whole host time between the marks
+Two events around a launch time the kernel alone only if the launch is queued before the device reaches the
+first event. If the stream ran dry, the interval holds up to the whole host time between the marks
 (`EventClock.gap_ms`). A filler before the run keeps the device behind the host (`stream_filler`).
 """
 

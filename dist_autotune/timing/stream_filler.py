@@ -1,12 +1,12 @@
 """Keeps the device busy while the host prepares a run, so that samples hold device time alone.
 
 An idle stream gets a *filler* before a run with a trial: torch's spin kernel, for somewhat longer than the
-host takes to enqueue the run. All that the function enqueues stands behind it, also on streams that it forks,
+host takes to enqueue the run. All work of the function, also on streams that it forks, is queued behind it,
 as behind other work in a settled call; directly before one launch it would hide copies the kernel waits for.
 
-It ends by itself: behind a gate that the host opens, a launch that blocks would hang for ever. It is loaded
-beforehand: lazy loading may wait for a kernel that waits for a peer. Ranks end their fillers at one moment
-(`synchronized_start`), so each filler measures the device's rate anew.
+It ends by itself, not by a gate that the host opens: a launch that blocks would then hang for ever. It is
+loaded beforehand: lazy loading may wait for a kernel that waits for a peer. Ranks end their fillers at one
+moment (`synchronized_start`), so each filler measures the device's rate anew.
 """
 
 from __future__ import annotations

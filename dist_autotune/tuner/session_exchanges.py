@@ -1,8 +1,8 @@
 """The exchanges of a session on this rank, and how it leaves a run or an exchange that has failed.
 
-[Note: ranks leave together] Every rank makes each exchange, or its peers hear why it does not. What only this
-rank knows, such as an exception of the function, is told before it is raised (`_fail`). Errors derived
-from the order occur on every rank and are not sent again (`_dropping_searches`).
+[Note: ranks leave together] Every rank makes each exchange, or its peers hear why it does not. An error that
+only this rank knows, such as an exception of the function, is sent before it is raised (`_fail`). Errors
+derived from the order occur on every rank and are not sent again (`_dropping_searches`).
 """
 
 from __future__ import annotations

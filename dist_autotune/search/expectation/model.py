@@ -1,10 +1,10 @@
 """Expected times of a key's candidates, from times of the kernel's other keys and from its own trials.
 
-The logarithm of a time is the level of its key, what its config adds at all keys and for each doubling of a
-size, shrunk, and a rest. The rest of a key varies as that of near keys does, and alike for configs with near
-fields: a Gaussian process, whose covariance the other keys give, after K. Swersky, J. Snoek and R. Adams,
-"Multi-Task Bayesian Optimization" (NIPS 2013). Where no key tells, fields alone do. Each time observed at the
-key narrows it (C. Rasmussen and C. Williams, "Gaussian Processes for Machine Learning", 2006, 2.2).
+The logarithm of a time is the sum of the level of its key, the shrunk effect of its config at all keys and
+per doubling of a size, and a rest. The rest is a Gaussian process over near keys and configs with near
+fields; the other keys give its covariance, after K. Swersky, J. Snoek and R. Adams, "Multi-Task Bayesian
+Optimization" (NIPS 2013). Without other keys, fields alone do. Each time observed at the key narrows it
+(C. Rasmussen and C. Williams, "Gaussian Processes for Machine Learning", 2006, 2.2).
 """
 
 from __future__ import annotations

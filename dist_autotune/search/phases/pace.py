@@ -1,12 +1,11 @@
 """Spreads the trials of an online session over its steps, and counts the cost of tuning.
 
-What a step with a trial, or with compilers beside it, takes beyond the nearest steps without counts as
-spent, and so does each exchange, and what a step takes longer that is reported by it. A host that is fast
-and slow in turns adds nothing. Each step may spend `overhead` of what it takes without tuning. Where more
-is spent, the next steps hold no trial, most of them no exchange, and compilers that alone take more pause.
-At the beginning more may be spent, so that most of the session runs with a fast config; it is paid back, at
-the latest after the last trial, with what the first configs took beyond the winners, once steps have told
-that.
+The time of a step with a trial or compilers beyond the nearest steps without counts as spent, and so do each
+exchange and the additional time of a reported step. A host that is fast and slow in turns adds nothing. Each
+step may spend `overhead` of its time without tuning. When more is spent, the next steps hold no trial and
+mostly no exchange, and compilers pause if they alone spend more. At the beginning more may be spent, so that
+most of the session runs with a fast config. It is paid back, at the latest after the last trial, together
+with the time that the first configs took beyond the winners, once steps have been compared.
 """
 
 from __future__ import annotations

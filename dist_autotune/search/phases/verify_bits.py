@@ -1,7 +1,7 @@
-"""Verifies after the search that the winners leave the outputs, bit for bit, as the first configs do.
+"""Verifies after the search that the winners give the outputs of the first configs, bit for bit.
 
-The first configs run twice, then the winners. Where outputs differ, one half of the contexts takes its
-winners, then the other, down to single contexts: those go back to their next best candidate.
+The first configs run twice, then the winners. If outputs differ, one half of the contexts takes its winners,
+then the other, down to single contexts, which go back to their next best candidates.
 """
 
 from __future__ import annotations

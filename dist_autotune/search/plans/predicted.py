@@ -1,9 +1,9 @@
 """The search among many plans: it launches some, and their times tell which others may win.
 
 For kernels that hold the same share of the device with every candidate, and for one kernel beside options.
-What launches say of a candidate holds for the options beside which it was launched. Beside others another
-may win: of a product that waits for its rows in pieces, one with small tiles. So what options, fields of
-configs and pairs of both add to a run is learned, over all candidates that could win beside some option.
+Launch times hold only for the options beside which they were taken. Beside others another candidate may win,
+such as small tiles in a product that waits for its rows in pieces. So a model learns how much options, fields
+of configs and pairs of both add to a run, over all candidates that could win beside some option.
 """
 
 from __future__ import annotations
