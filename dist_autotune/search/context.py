@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable
 
 from msgspec import Struct
@@ -122,11 +123,12 @@ class Context(SharedContext):
         incumbent = self.incumbent
         if self.settled or self.search.rules.mode != "online" or not self.is_tuned_by_launches:
             return incumbent
-        known = {**self.times.warmup_ms, **self.times.ms}.items()
-        ms, fastest = min(
-            ((ms, each) for each, ms in known if each not in self.banned), default=(0.0, incumbent)
-        )
-        return fastest if ms * (1 + TIE) < least(self.times.agreed_ms(incumbent)) else incumbent
+        fastest, fastest_ms, banned = incumbent, math.inf, self.banned
+        for index, ms in {**self.times.warmup_ms, **self.times.ms}.items():
+            if (ms, index) < (fastest_ms, fastest) and index not in banned:
+                fastest, fastest_ms = index, ms
+        is_faster = fastest_ms * (1 + TIE) < least(self.times.agreed_ms(incumbent))
+        return fastest if is_faster else incumbent
 
     @property
     def later_candidate(self) -> int:
@@ -142,10 +144,15 @@ class Context(SharedContext):
     @property
     def planned(self) -> int:
         """Return the candidate that every rank launches in the next run."""
+        return self.best_so_far if self.tried is None else self.tried
+
+    @property
+    def tried(self) -> int | None:
+        """Return what the next run launches for the phase or as a trial; None: the best so far."""
         planned = self.next_run.candidate
         if planned is not None and planned not in self.banned:
             return planned
-        return self.trial if self.trial is not None and self.is_racing else self.best_so_far
+        return self.trial if self.is_racing else None
 
     @property
     def is_racing(self) -> bool:

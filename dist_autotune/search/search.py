@@ -188,9 +188,10 @@ class Search:
 
     def _changes_of(self, context: Context, known: ContextOrder | None) -> ContextChanges:
         """Return the difference of a context from the record that all ranks have; None: they have none."""
-        search, spent = context.search, context.is_spent
+        search, spent, tried = context.search, context.is_spent, context.tried
+        best = -1 if spent else context.best_so_far
         next_launch = NextLaunch(
-            planned=-1 if spent else context.planned,
+            planned=best if spent or tried is None else tried,
             trial=-1 if context.trial is None else context.trial,
             is_on_trial=context.is_on_trial,
             waiting=context.waiting,
@@ -200,7 +201,7 @@ class Search:
         )
         result = SearchResult(
             status=context.status,
-            incumbent=-1 if spent else context.best_so_far,
+            incumbent=best,
             winner=-1 if context.winner is None else context.winner,
             is_final=self.state.results.is_final(context),
             is_lasting=context.is_lasting,
