@@ -16,8 +16,8 @@ from .storage.winners import Winners
 class TunedCache(FileCacheManager):  # type: ignore[misc]  # Triton's has no types
     """Triton's own cache, in which each kernel finds the winner that was tuned where it runs.
 
-    Winners are those of the user's cache, such as of an imported bundle, for as many ranks as torchrun has
-    started. They replace what stock Triton has benchmarked; for other keys it does as ever.
+    Winners are those in the user's cache for the number of ranks that torchrun has started, imported bundles
+    included. They replace stock Triton's own results; other keys are handled as ever.
     """
 
     def get_file(self, filename: str) -> str | None:

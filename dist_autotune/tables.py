@@ -39,7 +39,7 @@ def table(
     """Return a table with its title and its note; nothing where it has no rows.
 
     A column whose name begins with `>` holds figures. optional: columns that are left out if all are `-`.
-    explained: what the note says of columns that are shown.
+    explained: the note on each shown column.
     """
     if not rows:
         return Group()

@@ -144,7 +144,7 @@ class RankContext:
     def later_candidate(self) -> str:
         """Return the candidate of later launches in a run whose first one tried a slow one; "": the same.
 
-        What a checkpoint computes once more in the backward pass takes what it took before.
+        A recomputation in the backward pass, as by a checkpoint, takes the candidate of its forward pass.
         """
         is_recomputed = len(self.launched_in_backward) > 1
         if is_recomputed or self.order is None or self.order.next_launch.later < 0 or not self.run.count:
@@ -213,9 +213,9 @@ class RankContext:
         """Choose the first candidate: the winner before an upgrade, or one that other keys suggest.
 
         That is the fastest by their times, or else the winner of the nearest key. All ranks know the same
-        other keys, so all choose alike; what launches fill they have to agree on, unless this one is alone.
-        tries_few: the search tries only what is fast by their times. is_online: nothing but the first is
-        compiled until it is known what the key takes of a step.
+        other keys, so all choose alike; fills of launches need an agreement, unless this rank is alone.
+        tries_few: the search tries only candidates that are fast by their times. is_online: only the first
+        is compiled until the key's share of a step is known.
         """
         before = self.first_candidate
         if (upgrade := known.upgrade or before.upgrade) is not None:

@@ -36,7 +36,7 @@ class Registry:
     """The contexts of this rank, by name.
 
     Any thread may read. `by_name` grows: iterate over `contexts`, as others may add to it.
-    lock: taken by who replaces it, or admits a launch.
+    lock: taken to replace it, or to admit a launch.
     """
 
     def __init__(self, names: KernelNames, clock: Clock, rank: int, known: KnownResults) -> None:

@@ -116,7 +116,7 @@ def tunable(name: str, options: Sequence[T], *, key: tuple[Any, ...] = (), among
 
     among: a process group whose ranks must all take the same option in the same call, as for a choice of how
     they communicate; name, options and key are equal on them. It is tuned only where is_dist=True agrees
-    with all of them. Elsewhere they get what they have settled together, or the first option.
+    with all of them. Elsewhere they get the option that they settled together, or the first one.
 
     Raises InvalidOption without a name or options, for an option that JSON cannot represent, and on a rank
     that is no member of `among`.

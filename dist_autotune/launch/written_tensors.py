@@ -54,7 +54,7 @@ class WrittenTensors:
     def begin_runs(self, result: object = None, *, records: bool = False) -> None:
         """Begin to copy tensors that launches change, unless a run allocated them; copy `result` at once.
 
-        records: keep what kernels are given, for `changed`.
+        records: keep the arguments of kernels, for `changed`.
         """
         self._there_before, tensors = set(), _tensors()
         with torch._C.DisableTorchFunctionSubclass():
@@ -116,7 +116,7 @@ class WrittenTensors:
     def changed(self) -> dict[Region, str]:
         """Return, by name, tensors from before the call that may have been changed since; stop recording.
 
-        What launches were given, without what their kernels say that they change, and what torch has changed.
+        Arguments of launches, but for those that kernels declare as changed, and tensors that torch changed.
         """
         found = dict(self.given or {})
         with torch._C.DisableTorchFunctionSubclass():
@@ -144,7 +144,7 @@ class WrittenTensors:
     def restore(self) -> str:
         """Put back the tensors that still exist; return the names of the arguments, "" if nothing was copied.
 
-        The last copy first: of overlapping parts of a storage, the first one holds what was there before.
+        The last copy first: of overlapping parts of a storage, the first copy holds the oldest values.
         """
         for region, (values, stream, _) in reversed(self._copies.items()):
             with torch.inference_mode(False), torch.no_grad(), _ordered_with(stream):
@@ -211,8 +211,8 @@ def _tensors() -> list[torch.Tensor]:
 def instances(kinds: Collection[type]) -> list[Any]:
     """Return the objects whose type is one of `kinds`, but for those that `gc.freeze` has hidden.
 
-    An instance refers to its class. What `gc.get_objects` returns refers to tuples that other threads build
-    from an iterator, too: CPython raises SystemError there (bpo-15108).
+    They are found by their references to their class: `gc.get_objects` would also return tuples that other
+    threads are building from an iterator, where CPython raises SystemError (bpo-15108).
     """
     return [each for each in gc.get_referrers(*kinds) if type(each) in kinds]
 

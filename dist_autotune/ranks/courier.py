@@ -134,7 +134,7 @@ def _end_all() -> None:
 class Connections:
     """This process's connections to one store, which all groups and functions share.
 
-    scout: for operations that end at once. Who waits for peers takes a courier, and gives it back.
+    scout: for operations that end at once. One that waits for peers takes a courier, and gives it back.
     """
 
     def __init__(self, store: Any) -> None:

@@ -57,7 +57,7 @@ _to_bytes, _read_failure = msgpack.Encoder().encode, msgpack.Decoder(FailedExcha
 class ExchangeWait(Struct, frozen=True):
     """The purpose of an exchange, and the longest wait in it.
 
-    patience_s: after so long it ends, where those that are missing are in no call (`tell_idle`).
+    patience_s: after it the wait ends if all missing ranks are in no call (`tell_idle`).
     """
 
     what: str  # the ranks are to agree on

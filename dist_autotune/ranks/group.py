@@ -36,8 +36,8 @@ class RankGroup:
     def exchange(self, report: bytes, decide: Decide, wait: ExchangeWait) -> bytes:
         """Send `report`, return the order that `decide` makes of all reports on the deciding rank.
 
-        Raises AgreementTimeout or PeerFailed; on the deciding rank what `decide` raises, and PeerFailed on
-        the others; PutAside after `wait.patience_s` where the peers that are missing are in no call.
+        Raises AgreementTimeout or PeerFailed; an error of `decide` is raised on the deciding rank, and as
+        PeerFailed on the others; PutAside after `wait.patience_s` if all missing peers are in no call.
         """
         return decide({self.rank: report})
 

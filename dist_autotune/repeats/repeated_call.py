@@ -80,7 +80,7 @@ class RepeatedCall(Generic[T]):
 class SavedTensors:
     """In a `with` block, keeps autograd's saved tensors from hooks of the caller, such as `checkpoint`'s.
 
-    They must see one execution: `pass_on` gives them what the first or the last block has saved, in order.
+    They must see one execution: `pass_on` gives them the tensors of the first or the last block, in order.
     """
 
     def __init__(self) -> None:

@@ -104,7 +104,7 @@ class SessionHistory:
     def remarks(self) -> list[str]:
         """Return failed runs and notes, each text once: most notes are written by all ranks.
 
-        Of what is left to do only the last note, and that only while the session is under way.
+        Of notes on remaining work only the last one, and only while the session is under way.
         """
         outlooks = [each for each in of_kind(self.records, Note) if each.is_outlook]
         last = outlooks[-1].text if outlooks and self.closed.outcome == "unfinished" else None

@@ -14,8 +14,8 @@ from types import ModuleType
 class ImportHooks(importlib.abc.MetaPathFinder):
     """In a `with` block, calls each function with the module of its name once that has been imported.
 
-    So nothing is imported earlier than the program would: what torch and Triton read from the environment
-    when they are imported is still the program's to set.
+    So nothing is imported earlier than by the program, which may still set the variables that torch and
+    Triton read when they are imported.
     """
 
     def __init__(self, callbacks: Mapping[str, Callable[[ModuleType], None]]) -> None:

@@ -27,7 +27,7 @@ class Program:
     def run(self) -> None:
         """Run it as `__main__`, as Python would; its exceptions, SystemExit too, reach the caller.
 
-        A traceback of what nobody catches begins with the program's own frames.
+        The traceback of an uncaught exception begins with the program's own frames.
         """
         sys.argv = [self.target, *self.arguments]
         if not sys.flags.safe_path:

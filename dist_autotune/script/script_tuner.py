@@ -26,9 +26,9 @@ class RunAbandoned(Exception):
 class ScriptTuner(BaseTuner):
     """The runs of one program. Functions that the program tunes itself lie above them, as without it.
 
-    Nothing is tried before the first boundary, and nobody is asked: ranks come to their first launch at
-    different times, and there may be no process group yet. So it is again after ranks have failed to agree:
-    the program goes on without them, with what has been agreed, unless the mode is strict.
+    Nothing is tried or exchanged before the first boundary: ranks come to their first launch at different
+    times, and there may be no process group yet. Nor is it after ranks have failed to agree: the program goes
+    on with the agreed results, unless the mode is strict.
     """
 
     def __init__(self, options: Options, name: str) -> None:

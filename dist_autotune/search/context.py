@@ -25,8 +25,8 @@ SLOW = 2.0  # times the fastest: such a candidate is tried in one launch of a ru
 class RunVerdict(enum.Enum):
     """The verdict of whole runs on a context in this search, beside its winner.
 
-    The phase that judges it writes it, at its end or at that of a turn; `SearchState` sets it back where a
-    search begins.
+    The phase that judges the context writes it, at the end of the phase or of a turn; `SearchState` sets it
+    back where a search begins.
     """
 
     NOTHING = enum.auto()
@@ -47,8 +47,8 @@ class Context(SharedContext):
     """The state of one context. `search` is its own; phases that judge by whole runs settle it, too.
 
     `SearchState` alone writes `last_run`, `compiling` and `next_run`, and `began`, which `FinalComparison`
-    sets back; `VerifyBits` alone `same_bits`. `RaceRuns` and `FinalComparison` add to `times.ms` what whole
-    runs took.
+    sets back; `VerifyBits` alone `same_bits`. `RaceRuns` and `FinalComparison` add the times of whole runs to
+    `times.ms`.
     """
 
     def __init__(

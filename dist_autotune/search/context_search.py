@@ -34,8 +34,8 @@ class _FinalOrder(Struct, frozen=True, gc=False):
 class ContextSearch:
     """Tries the candidates of one context, each judged by its launches, then, if asked for, by whole runs.
 
-    raced_again: what an old result was found with; empty: all candidates are raced. meanwhile: returns what
-    the session knows by now.
+    raced_again: the versions of an old result; empty: all candidates are raced. meanwhile: returns the state
+    of the session.
     """
 
     def __init__(

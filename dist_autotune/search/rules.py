@@ -61,7 +61,7 @@ class Rules:
     def flow_of(self, candidates: int, order: TrialOrder | None = None, default: int = 0) -> RunningFlow:
         """Return a search by the option's strategy; with an `order` one that tries a few.
 
-        default: is launched untuned, so it is what a winner's gain is told of.
+        default: is launched untuned, so a winner's gain is measured against it.
         """
         strategy = self.strategy if order is None else functools.partial(expected, order=order)
         if self.races and self.objective == "kernel":

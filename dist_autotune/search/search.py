@@ -47,7 +47,7 @@ MAY_DIFFER = ("device", "settled", "clock", "retune", "cache", SESSION_STATE)
 class Search:
     """Decides what the ranks of a group launch next.
 
-    orders: what the ranks have been told; the order of an exchange that fails is none of it.
+    orders: those that reached the ranks, without the order of an exchange that fails.
     """
 
     def __init__(self, rules: Rules, orders: Orders) -> None:

@@ -24,7 +24,7 @@ class Status(enum.StrEnum):
     """How far the search of a context is.
 
     A search under way is ended by `Context.settle`: by its own flow or the phase that runs, at the end of a
-    run; by `SearchState` where no rank launches the context, or the session must end. Nobody else writes it.
+    run; by `SearchState` if no rank launches the context, or the session must end. No other code writes it.
     """
 
     UNDER_WAY = ""  # since its search began, or `SearchState` let it wait for its phase

@@ -45,8 +45,8 @@ def write(path: Path, entries: Iterable[Entry], *, replaces: bool) -> None:
 def write_whole(path: Path, content: str, *, replaces: bool) -> None:
     """Write a file atomically.
 
-    Raises FileExistsError unless it `replaces` one, IsADirectoryError where a directory is, FileNotFoundError
-    where its own is not.
+    Raises FileExistsError for an existing file unless it `replaces` one, IsADirectoryError for a directory,
+    FileNotFoundError without a parent directory.
     """
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path} cannot be written: {path.parent} is no directory; make it first")

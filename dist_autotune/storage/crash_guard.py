@@ -38,7 +38,7 @@ _OWNED: set[Path] = set()  # files that this process has locked: closing one a s
 class CrashGuard:
     """The crash guard of one tuned function on this rank; without a directory nothing is written or found.
 
-    identity: what a ban depends on besides kernels and keys.
+    identity: the facts that a ban depends on besides kernels and keys.
     """
 
     def __init__(self, cache: Winners, identity: Mapping[str, str], name: str, rank: int) -> None:

@@ -69,7 +69,7 @@ class KnownOfKernel:
 class KnownResults:
     """The results that contexts of one function begin with.
 
-    orders: what the ranks have been told; a new one where all is forgotten.
+    orders: those that reached the ranks; replaced when all contexts are dropped.
     """
 
     def __init__(self, function: FunctionScope, disk: Winners, orders: Orders) -> None:
@@ -113,7 +113,7 @@ class KnownResults:
     def offered_at_opening(self) -> Offers:
         """Return the entries of contexts that the function is known to launch, and imported ones.
 
-        Where nothing is tuned all: no later call asks the peers, whatever it launches.
+        In modes that do not tune, all entries: no later call asks the peers.
         """
         if self.ignores_known or self.function.is_alone:  # one rank looks entries up when it needs them
             return {}
@@ -241,8 +241,8 @@ class KnownResults:
     def _find_upgrade(self, context: ContextIdentity) -> Upgrade | None:
         """Return the candidates to race again after an upgrade: the best of an old entry, and new ones.
 
-        None where fewer than two of the best are candidates here, and where bits are compared: the candidates
-        must not depend on what was tuned before.
+        None if fewer than two of the best are candidates here, or if bits are compared: the candidates must
+        not depend on earlier tuning.
         """
         function = self.function
         if self.ignores_known or not (self.looks_on_disk and function.tunes and function.bits == "any"):

@@ -137,7 +137,7 @@ _FAULTS: dict[Path | None, _Faults] = {}  # by directory: many functions use one
 class Winners:
     """The entries of one directory; without a directory everything is a miss and nothing is stored.
 
-    tunes: what is missed is tuned again, which a warning says.
+    tunes: a warning of a damaged entry says that its key is tuned again.
     """
 
     def __init__(self, directory: Path | None, *, tunes: bool = False) -> None:

@@ -91,9 +91,9 @@ class StreamFiller:
     def end(self, compiled_ms: float = 0.0) -> float:
         """Return the ms that the host may have added to the run, beyond its usual ones.
 
-        0.0 where a filler covered the host. Of a function that waits for the device at its end the host's
-        own time is not known: what it compiled counts. compiled_ms: of the run; one that compiles says
-        nothing of others.
+        0.0 if a filler covered the host. If the function waits for the device at its end, the host's own time
+        is unknown, and only its compilations count. compiled_ms: of the run; a run that compiles says nothing
+        of others.
         """
         if self._begin is None:
             return 0.0

@@ -24,8 +24,8 @@ def device_properties(device: int) -> Any:
 def share(programs: int, kernel: Any, device: Any) -> int:
     """Return the thousandths of a device's SMs that a launch of so many programs holds; 0: it is not known.
 
-    Programs that wait for others to end hold nothing. An SM counts in half where what runs on it takes at
-    most half of its shared memory, registers and threads.
+    Programs that wait for others to end hold nothing. An SM counts half if its programs take at most half
+    of its shared memory, registers and threads.
     """
     metadata = getattr(kernel, "metadata", None)
     warps, shared = getattr(metadata, "num_warps", 0), getattr(metadata, "shared", 0)

@@ -34,8 +34,8 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 class KernelIdentity:
     """Which kernel it is, for cache, crash guard and agreement alike.
 
-    Made of its source, that of all functions it reaches, captured constants, and heuristics with theirs. The
-    modules that these stand in are no part of it: a vendored copy, `__main__` and an import are one kernel.
+    Made of its source, that of all functions it reaches, captured constants, and heuristics with theirs, but
+    not of their modules: a vendored copy, `__main__` and an import are one kernel.
     """
 
     short_name: str

@@ -187,7 +187,7 @@ def _leave_to_parent() -> None:
 def _leads_to_dispatcher(run: Any, depth: int = 4) -> bool | None:
     """Return whether a function ends up in a dispatcher; False: past it, in stock Triton; None: not known.
 
-    Followed are what it wraps, its closure, its defaults and the globals that it names.
+    Follows its wrapped function, its closure, its defaults and the globals that it names.
     """
     if getattr(run, "is_dispatcher", False):
         return True
@@ -219,8 +219,8 @@ def is_tuning() -> bool:
 def settled_config(tuner: Autotuner, key: Key) -> Any:
     """Return the config that a launch of this key takes now without a search; None: the tuner is to be asked.
 
-    In a call of a tuned function that is what this function has settled on, elsewhere what `Autotuner.cache`
-    holds, where one of several functions has left its result.
+    In a call of a tuned function it is that function's settled config, elsewhere that in `Autotuner.cache`,
+    which one of several functions has left there.
     """
     call = INTERCEPTION.call_here() if INTERCEPTION.calls else None
     if call is None:

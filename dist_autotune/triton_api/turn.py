@@ -20,8 +20,8 @@ WAIT_S = 2.0  # for one run of another session to end: it may wait for the threa
 def session_turn(bystander: Any, take: Callable[[ProcessTurn], bool] | None = None) -> Iterator[bool]:
     """Take the turn for a session in the block; yield False where the block goes on without a session.
 
-    Without one, the block's launches are those of a thread without a call. So it ends, whatever the session
-    that has the turn waits for.
+    Then the block's launches are those of a thread without a call, so it does not wait for the session that
+    has the turn.
 
     bystander: launches for this thread until a run of the session begins, and between runs. take: takes the
     turn where ranks take theirs together.

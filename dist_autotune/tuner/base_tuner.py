@@ -29,7 +29,7 @@ class BaseTuner:
 
     function: its source text names the results that are not shared; None: there is none.
 
-    Raises InvalidOption for what cannot be tuned so, if it is to be tuned.
+    Raises InvalidOption for options that do not suit the function, if the mode tunes.
     """
 
     def __init__(self, function: Callable[..., Any] | None, options: Options, name: str) -> None:

@@ -145,7 +145,7 @@ def warn_of_missing_group(name: str) -> None:
 def changed_in_place(name: str, found: str, *, has_run: bool) -> str:
     """Return the warning where a second run of a function has changed values that the first one left.
 
-    has_run: after a settled run that had met a new key, whose effects stay beside those of the first one.
+    has_run: a settled run that met a new key came before; its effects stay beside those of the first run.
     """
     ended = (
         "the call, which had met a new key, ended with two runs"

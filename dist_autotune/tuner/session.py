@@ -72,7 +72,7 @@ class Session(SessionExchanges):
     def one_run(self, again: Callable[[], Any] | None = None) -> Iterator[None]:
         """Make the block one run: time it, exchange reports on it, and apply the order.
 
-        again: the function that the block calls, called once more where graph replays judge the run.
+        again: the function that the block calls; if graph replays judge the run, it is called once more.
         """
         dispatcher, run = self.state.dispatcher, self._run
         try:

@@ -31,7 +31,7 @@ class SessionStage(enum.Enum):
     """Where a session is on this rank. Only the thread that has the turn changes it.
 
     BETWEEN_RUNS: nothing of a run is under way, or the session is not open yet.
-    IN_FUNCTION: the user's function runs; what it raises is its caller's (`one_run`).
+    IN_FUNCTION: the user's function runs; its exceptions reach its caller (`one_run`).
     APPLYING: the order after a run is applied; an error leaves half a step (`_apply` of `Session`).
     INTERRUPTED: a run failed on some rank; the next call goes on if all ranks can (`_leave`, `resume`).
     CLOSED, FAILED: only the report is left (`close`); the next call opens another session where it FAILED.
@@ -92,7 +92,7 @@ class SessionExchanges(abc.ABC):
     def _exchange(self, message: Message, what: str = "", *, of_run: bool = False) -> Order:
         """Send this rank's report, return the order; raise the error that an order names for all ranks.
 
-        what: the ranks agree on, for errors. of_run: if a peer's run has failed, the next call goes on.
+        what: names the exchange in errors. of_run: if a peer's run has failed, the next call goes on.
         """
         try:
             wait = ExchangeWait(what or message.sent_at, self.function.timeout_s, self.patience_s)

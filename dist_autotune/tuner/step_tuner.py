@@ -25,7 +25,7 @@ class StepTuner(BaseTuner):
     """Tunes the `triton.autotune` launches of a loop's steps where they run: `with tuner.step(): ...`.
 
     Takes the options of `contextual_autotune`; without `name` it is called after the file that makes it. Each
-    step is one run with `mode="online"`: what it computes is right, whatever config is on trial. With
+    step is one run with `mode="online"`, and computes the right result with every config on trial. With
     is_dist, all ranks of the group make the same number of steps.
 
     Raises:
@@ -63,10 +63,10 @@ class StepTuner(BaseTuner):
     def step(self) -> Iterator[None]:
         """Make the block one run. Its exceptions reach the caller; a later step makes that run again.
 
-        A step inside a tuned function, or inside another tuner's step, is a part of that run. What kernels
-        that wait for peers report is raised before an optimizer of torch.optim steps.
+        A step inside a tuned function, or inside another tuner's step, is a part of that run. Failures of
+        kernels that wait for peers are raised before an optimizer of torch.optim steps.
 
-        Raises TuningError for a step inside a step of the same tuner, and where the block ends on another
+        Raises TuningError for a step inside a step of the same tuner, and for a block that ends on another
         thread than it began on; that run counts nowhere.
         """
         mode = settings.run_mode()

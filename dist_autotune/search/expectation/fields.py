@@ -32,7 +32,7 @@ class LaunchMs(float):
 def filled(ms: float) -> float:
     """Return the ms of a launch as if its programs filled the SMs' time; of the unfilled part half counts.
 
-    With all of it, starts on the tables of real kernels lose more, and so they do with none.
+    If all or none of it counts, starts on the tables of real kernels lose more.
     """
     return ms * math.sqrt(ms.fill) if isinstance(ms, LaunchMs) else ms
 

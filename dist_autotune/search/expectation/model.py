@@ -42,7 +42,7 @@ Array: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 class Expectation:
     """`means` and `variances` of each place's log ms, given the times sent to `observe`.
 
-    Means are up to what is common to all of them. rest: the standard deviation of what fields tell.
+    Means are up to a common term. rest: the standard deviation of the part that fields explain.
     """
 
     def __init__(self, likeness: Likeness, *, rest: float = _UNTOLD_REST, noise: float = _NOISE) -> None:
@@ -68,8 +68,8 @@ class Expectation:
     def of_key(cls, key: str, texts: Sequence[str], told: TimesByKey, fills: Fills = UNKNOWN) -> Expectation:
         """Return the expectation of a key from other keys, but for those that `distance` cannot compare.
 
-        fills: of the key's own launches; where they are known, told ones count as if they filled the SMs'
-        time.
+        fills: of the key's own launches; if they are known, times of other keys count as if their launches
+        filled the SMs' time.
         """
         expected = cls(Likeness([*map(texts_by_field, texts)]))
         known = {other: by_place(told[other], texts, fills=bool(fills)) for other in sorted(told)}

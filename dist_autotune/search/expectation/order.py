@@ -75,8 +75,8 @@ class TrialOrder:
 
     Call `tell` after each trial, and `widen` after a wave. The first candidate is the incumbent.
 
-    told: by other keys before the session. meanwhile: returns what the session knows by now. fills: how much
-    of the SMs' time launches at this key fill.
+    told: times of other keys from before the session. meanwhile: returns the state of the session. fills:
+    how much of the SMs' time launches at this key fill.
     likely: the candidates that may be tried by now; others need not be compiled. most: how many are tried.
     """
 
@@ -190,7 +190,7 @@ class TrialOrder:
     def _bar(self) -> float:
         """Return the log ms below which an untried candidate is seen to win; -inf: none can be.
 
-        The first one counts without the host's part. Where most times hold one, so would that of another.
+        The first one counts without the host's part if most times hold one: another's would hold it, too.
         """
         if not self.ms:
             return float(self.expectation.means[0]) + math.log(1 - self._gain)

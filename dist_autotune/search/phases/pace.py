@@ -90,7 +90,7 @@ class Pace:
     def record(self, kind: StepKind, took_s: float, exchange_s: float = 0.0, steps: int = 0) -> None:
         """Record a step and the exchange that came with it, or `steps` without any that took so long each.
 
-        The latter tell what a step without tuning takes: one that is reported launches the slow way.
+        The latter measure steps without tuning: a reported step launches the slow way.
         """
         is_apart, steps = steps > 0, max(steps, 1)
         self._made += steps
@@ -159,7 +159,7 @@ class Pace:
         return self._overhead is not None and self._took_s >= self._free_s
 
     def shares_of(self, launches: int, device_ms: tuple[float, float]) -> tuple[float, float | None]:
-        """Return the least and the most of a step that so many launches take, of least and most ms each.
+        """Return the least and the most share of a step that so many launches take, of so many ms each.
 
         The most is None until some steps have told what one takes.
         """

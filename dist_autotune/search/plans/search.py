@@ -79,7 +79,7 @@ def runs_at_most(kernels: int, choices: Sequence[int]) -> int:
 def fastest_plan(space: PlanSpace, note: Note, *, keeps_kernels: bool = False) -> Search:
     """Return the plan with the fastest runs; the incumbents' plan wins ties.
 
-    note: is told what is not tried. keeps_kernels: of too many plans, kernels keep their winners by launches.
+    note: is told of plans left out. keeps_kernels: of too many plans, kernels keep their winners by launches.
     """
     if plans := few_plans(space, keeps_kernels=keeps_kernels):
         race = yield from race_plans("all", plans, runs_of_race(plans), MORE_RUNS)

@@ -103,7 +103,7 @@ def levels_of(
 ) -> KernelLevels:
     """Return the candidates of a context that the run judges, from their `ms` by launches.
 
-    Where all shares are known: the front, with the next fastest if it is short; else the fastest.
+    If all shares are known: the front, with the next fastest if it is short; else the fastest.
     """
     fastest = min(ms.values(), default=math.inf)
     usable = [index for index in ms if index == incumbent or ms[index] <= SLOWEST * fastest]
@@ -139,7 +139,7 @@ def spread(values: Sequence[int], most: int) -> list[int]:
 class PlanSpace:
     """All plans that one search may race.
 
-    choices: options by choice, the incumbent first. texts: what options and configs are, by index.
+    choices: options by choice, the incumbent first. texts: of options and configs, by index.
     """
 
     def __init__(
@@ -219,9 +219,9 @@ class PlanSpace:
     def leaving_room(self) -> list[list[KernelLevels]]:
         """Return groups of kernels that may leave room: all that can, that want it, these with neighbours.
 
-        Those want it that are faster by launches where they and their neighbours leave room; a kernel beside
-        them that leaves none delays what runs beside theirs. All alone where that promises little: a few
-        samples of single kernels may be spikes.
+        A kernel wants to leave room if it and its neighbours are faster by launches with room; a neighbour
+        that leaves none delays the work beside them. If that promises little, only the first group counts:
+        a few samples of single kernels may be spikes.
         """
         able = [kernel for kernel in self.kernels if kernel.leaves_room]
         costs = [min(max(kernel.room_costs, -MOST_COST), MOST_COST) for kernel in able]
