@@ -23,15 +23,14 @@ from . import preflight
 from .binaries import has_binary, why_not_shared
 from .child import POLL_S, Child
 from .preflight import Compilation, keeping_reason
+from .workers import Work
 
 # Of a rank's cores: with 15 of 16, steps of 36 ms took 62; with 8, 45 (H200, 2026-11-23).
 BACKGROUND_SHARE = 0.5
 FORMS = 8  # of a context: the candidates are compiled for so many; further ones by their launches
 LOADING_SHARE = 0.25  # that loading may add to the time from run to run; one candidate in any case
-REPEATS = 2  # of a candidate whose child stood still
-SLOW_S = 1.0  # of one candidate: those after it are left to other children
+REPEATS = 2  # of a candidate that a child has left, as it stood still
 GRACE_S = 0.5  # for a child to end that has written its binary, on a busy machine
-LEAST_IN_BACKGROUND, MOST_IN_CHILD = 4, 12  # candidates that a child compiles: each fork stops the rank
 TOO_LATE = "not compiled: the candidates together took longer than the peers wait"
 BY_RANK = "compiled in this process, without a limit"
 COMPILED, FROM_PEERS, CACHED, FAILED = "compiled", "from_peers", "cached", "failed"
@@ -136,7 +135,7 @@ class _Task:
     compilation: Compilation
     turn: int  # among the candidates of a context: 0 is this rank's share
     child: Child | None = None  # which compiles it, or will
-    repeats: int = 0  # as its child stood still
+    repeats: int = 0  # as its child has left it
     found: float = math.inf  # when its binary was first seen, while the child ran
     is_compiled: bool = False
 
@@ -242,9 +241,11 @@ class Compiler:
                 self._load(task)
                 if time.monotonic() >= until:
                     break
-        complete = []
+        complete, left = [], {context: set[str]() for context in self._waiting}
+        for task in self._tasks:
+            left[task.context].add(task.candidate)
         for context, waiting in list(self._waiting.items()):
-            context.compile.left = len(self._left(context))
+            context.compile.left = len(left[context])
             if not context.compile.left:
                 del self._waiting[context]
                 counts = waiting.counts
@@ -278,58 +279,60 @@ class Compiler:
         return sorted((task for task in self._tasks if not task.is_compiled), key=lambda task: task.turn)
 
     def _compile(self) -> None:
-        """Note what children have compiled, and begin as many as there may be."""
+        """Note what children have compiled, and begin one for what waits."""
         for child, tasks in list(self._children.items()):
             self._look_at(child, tasks)
-        waiting = [task for task in self._to_compile() if task.child is None or self._is_behind_slow(task)]
-        turn = [task for task in waiting if task.turn == waiting[0].turn]
-        least = LEAST_IN_BACKGROUND if self._options.in_background else 1
-        own = len(self._children)
-        free = 0 if self._is_paused or not turn else self._options.workers_now(own) - own
-        count = min(free, math.ceil(len(turn) / least))
-        for place in range(count):  # what was asked for first is compiled first
-            self._begin(turn[place::count][:MOST_IN_CHILD])
-
-    def _is_behind_slow(self, task: _Task) -> bool:
-        child = task.child
-        assert child is not None
-        return child.lasted_s() > SLOW_S and self._children[child].index(task) > child.told
+        to_compile = self._to_compile()
+        waiting = [task for task in to_compile if task.child is None]
+        own = min(len(to_compile) - len(waiting), self._options.workers)
+        free = 0 if self._is_paused or not waiting else self._options.workers_now(own) - own
+        if free > 0:
+            self._begin([task for task in waiting if task.turn == waiting[0].turn], free)
 
     def _look_at(self, child: Child, tasks: list[_Task]) -> None:
         for place, ending in child.poll():
             if tasks[place].child is child:
                 self._end(tasks[place], FAILED if ending.reason else COMPILED, ending.reason)
-        if not child.is_over and tasks[child.told].repeats < REPEATS and child.stands_still():
-            still = tasks[child.told]
-            still.repeats += 1
-            if still in self._tasks:
-                counts = self._waiting[still.context].counts
-                counts.remark = counts.remark or "a process stood still; another has compiled the rest"
+        if not child.is_over and child.stands_still():
             child.kill()
         if child.is_over:
             self._children.pop(child, None)
         for task in tasks:
             if task.child is child and child.is_over:
-                task.child = None  # its child has ended with another candidate
+                self._leave_to_another(task, child.why_left)
             elif task.child is child and self._options.local_ranks > 1 and has_binary(task.compilation.key):
                 task.found = min(task.found, time.monotonic())
                 if time.monotonic() - task.found > GRACE_S:
                     self._end(task, FROM_PEERS)
 
-    def _begin(self, tasks: list[_Task]) -> None:
+    def _leave_to_another(self, task: _Task, why: str) -> None:
+        """Let another child compile what one has left; the third one that leaves it has failed."""
+        task.child, task.repeats = None, task.repeats + 1
+        counts = self._waiting[task.context].counts
+        counts.remark = counts.remark or f"{why}; another has compiled the rest"
+        if task.repeats > REPEATS:
+            self._end(task, FAILED, why)
+
+    def _begin(self, tasks: list[_Task], workers: int) -> None:
         """Begin a child that compiles these, without those that a peer has; no child: `_load` compiles."""
         if not self._no_child_because:
             there = [task for task in tasks if has_binary(task.compilation.key)]
             tasks = [task for task in tasks if task not in there]
             for task in there:
                 self._end(task, FROM_PEERS)
-            work = [task.compilation.compile for task in tasks]
+            options = self._options
+            work = Work(
+                pieces=[task.compilation.compile for task in tasks],
+                limit_s=options.limit_s,
+                workers=lambda own: min(workers, options.workers_now(own)),
+                yields=options.in_background,
+                moves=[place for place, task in enumerate(tasks) if task.repeats < REPEATS],
+            )
             try:
                 if tasks:
-                    child = Child(work, self._options.limit_s, yields=self._options.in_background)
+                    child = Child(work)
                     self._children[child] = tasks
                     for task in tasks:
-                        self._leave(task)
                         task.child = child
                 return
             except (OSError, RuntimeError) as error:  # RuntimeError: the interpreter ends

@@ -19,6 +19,7 @@ import torch
 from ..formatting import described
 from ..triton_api.launch import Launch
 from .child import Child
+from .workers import Work
 
 LIMIT_S = 20.0  # for all hooks of a context; they take milliseconds
 REASON_CHARACTERS = 200
@@ -39,7 +40,7 @@ def rehearse(launch: Launch, configs: Mapping[str, Any], limit_s: float) -> dict
         rehearsal = lambda: {  # noqa: E731
             each: rehearse_one(launch, pickled, kept, config) for each, config in configs.items()
         }
-        ending = Child([rehearsal], min(limit_s, LIMIT_S), is_cut_off=True).wait()
+        ending = Child(Work(pieces=[rehearsal], limit_s=min(limit_s, LIMIT_S), is_cut_off=True)).wait()
     except Exception as error:  # of an argument that cannot be pickled, or of the fork
         return dict.fromkeys(configs, _text_of(error))
     outcomes: dict[str, bytes | str]

@@ -12,8 +12,8 @@ import torch
 from candidates import ASSERTED, GOOD, TOO_LARGE, Compiler, arrive, banned, kernel, tuned
 from process_states import status_of
 
-from dist_autotune.compilation import compiler as of_candidates
-from dist_autotune.compilation.child import PRIORITY, Child
+from dist_autotune.compilation.child import Child
+from dist_autotune.compilation.workers import PRIORITY, Work
 from ranks import assert_all_ok, assert_killed, run_ranks
 
 STEP_S = 10e-3  # shorter ones take the time that compilers need
@@ -73,11 +73,8 @@ def test_steps_go_on_with_the_incumbent_while_candidates_are_compiled(device, co
 # ---- how much is compiled at a time
 
 
-def test_no_more_compile_at_a_time_than_jobs_and_they_leave_the_cores_to_the_step(
-    device, compiler, monkeypatch
-):
+def test_no_more_compile_at_a_time_than_jobs_and_they_leave_the_cores_to_the_step(device, compiler):
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    monkeypatch.setattr(of_candidates, "LEAST_IN_BACKGROUND", 1)
     compiler.behaves(dict.fromkeys((64, 128, 256), "wait"))
     step = stepping(kernel(GOOD, 64, 128, 256), compile_jobs=2)
     steps_until(lambda: len(compiler.compilations()) == 3, step)  # with that of the incumbent
@@ -152,7 +149,7 @@ def test_the_end_of_a_rank_ends_its_compilers(device, compiler, how):
 
 
 def test_a_forked_child_of_a_rank_leaves_the_rank_s_compilers_alone(compiler):
-    child = Child([signal.pause], 60.0)
+    child = Child(Work(pieces=[signal.pause], limit_s=60.0))
     pid = os.fork()
     if pid == 0:
         with contextlib.suppress(BaseException):

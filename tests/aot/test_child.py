@@ -1,4 +1,4 @@
-"""One child: how it ends is told, and nothing of it is left."""
+"""One child and its workers: how each piece of work ends is told, and nothing of them is left."""
 
 import ctypes
 import gc
@@ -12,12 +12,17 @@ from typing import Any
 import pytest
 from triton.runtime.errors import OutOfResources
 
-from dist_autotune.compilation import child as of_child
-from dist_autotune.compilation.child import Child, Ending
+from dist_autotune.compilation import workers
+from dist_autotune.compilation.child import STOOD_STILL, Child, Ending
+from dist_autotune.compilation.workers import Work
 
 
-def ending(work: Callable[[], Any], limit_s: float = 60.0, **options: Any) -> Ending:
-    return Child([work], limit_s, **options).wait()
+def child(*pieces: Callable[[], Any], limit_s: float = 60.0, **options: Any) -> Child:
+    return Child(Work(pieces=pieces, limit_s=limit_s, **options))
+
+
+def ending(piece: Callable[[], Any]) -> Ending:
+    return child(piece).wait()
 
 
 def raise_(error: BaseException) -> None:
@@ -45,49 +50,59 @@ def test_each_end_is_told(work, reason):
     assert bool(told) == bool(reason)
 
 
-def endings(child: Child) -> list[tuple[int, Ending]]:
-    told = child.poll()
-    while not child.is_over:
+def endings(of: Child) -> list[tuple[int, Ending]]:
+    told = of.poll()
+    while not of.is_over:
         time.sleep(1e-3)
-        told += child.poll()
+        told += of.poll()
     return told
 
 
-def test_the_limit_is_of_each_piece_of_work():
-    def computes(seconds: float) -> Callable[[], None]:
-        def work() -> None:
-            until = time.process_time() + seconds
-            while time.process_time() < until:
-                pass
+def computes(seconds: float) -> Callable[[], None]:
+    def work() -> None:
+        until = time.process_time() + seconds
+        while time.process_time() < until:
+            pass
 
-        return work
-
-    told = endings(Child([*[computes(0.1)] * 12, computes(60.0), list], 1.0, yields=True))
-    assert [ending.reason for _, ending in told] == [*[""] * 12, "did not compile within 1 s"]
+    return work
 
 
-def test_a_child_that_waits_for_a_lock_stands_still_and_one_that_computes_does_not(monkeypatch):
-    monkeypatch.setattr(of_child, "STILL_S", 0.3)
+def test_the_limit_is_of_each_piece_of_work_and_the_rest_goes_to_another_worker():
+    told = dict(
+        endings(child(*[computes(0.1)] * 12, computes(60.0), os.abort, list, limit_s=1.0, yields=True))
+    )
+    reasons = [told[place].reason for place in range(15)]
+    assert reasons == [*[""] * 12, "did not compile within 1 s", "the compiler was ended by SIGABRT", ""]
+
+
+def test_workers_take_the_next_piece_as_long_as_another_one_lasts():
+    forks = child(signal.pause, *[os.getpid] * 5, workers=lambda own: 2)
+    told: list[tuple[int, Ending]] = []
+    while len(told) < 5:
+        told += forks.poll()
+    assert [place for place, _ in told] == [1, 2, 3, 4, 5]
+    forks.kill()
+
+
+@pytest.mark.parametrize("moves", [[0], []])
+def test_what_waits_for_a_lock_of_the_fork_ends_all_for_another_fork_or_has_its_time(monkeypatch, moves):
+    monkeypatch.setattr(workers, "STILL_S", 0.3)
     lock = threading.Lock()
     lock.acquire()  # as another thread does at the fork
-    computes = [lambda: [None for _ in iter(int, 1)]]
-    waiting, computing = Child([lock.acquire], 60.0), Child(computes, 60.0)
-    deadline = time.monotonic() + 30.0
-    while not waiting.stands_still():
-        assert time.monotonic() < deadline
-        assert not computing.stands_still()
-        time.sleep(5e-3)
-    for child in (waiting, computing):
-        child.kill()
+    waiting = child(lock.acquire, computes(60.0), limit_s=2.0, moves=moves, workers=lambda own: 2)
+    told = [ending.reason for _, ending in endings(waiting)]
+    assert (told, waiting.why_left) == (
+        ([], STOOD_STILL) if moves else (["did not compile within 2 s"] * 2, "")
+    )
 
 
 def test_a_child_that_is_paused_is_not_late():
-    child = Child([signal.pause], 0.02, yields=True)
-    child.pause()
+    paused = child(signal.pause, limit_s=0.02, yields=True)
+    paused.pause()
     time.sleep(0.5)  # more than the limit and its tenfold
-    assert (child.poll(), child.is_over) == ([], False)
-    child.pause(goes_on=True)
-    ((_, ending),) = endings(child)
+    assert (paused.poll(), paused.is_over) == ([], False)
+    paused.pause(goes_on=True)
+    ((_, ending),) = endings(paused)
     assert ending.reason == "did not compile within 0.02 s"
 
 
@@ -137,5 +152,5 @@ def test_nothing_of_a_child_stays_open():
     before = descriptors()
     ending(lambda: None)
     ending(os.abort)
-    Child([signal.pause], 60.0).kill()
+    child(signal.pause).kill()
     assert descriptors() == before

@@ -12,7 +12,7 @@ import functools
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -27,6 +27,7 @@ from dist_autotune import contextual_autotune, settings, tunable
 from dist_autotune import options as options_module
 from dist_autotune.compilation import child, compiler
 from dist_autotune.compilation.preflight import Compilation, Planned
+from dist_autotune.compilation.workers import Work
 from dist_autotune.launch.dispatcher import Dispatcher
 from dist_autotune.launch.rank_context import RankContext
 from dist_autotune.logs.writer import SessionLog
@@ -107,23 +108,20 @@ class VirtualDisk:
 class VirtualChild:
     """Stands in for a child that compiles: the look at which it ends is scripted."""
 
-    def __init__(self, work: list[Callable[[], str]], limit_s: float, *, yields: bool) -> None:
-        self._endings = [child.Ending(each()) for each in work]
-        self._looks, self._number, self.is_over, self.told = 0, len(HERE.rank.compilers), False, 0
+    def __init__(self, work: Work) -> None:
+        self._endings = [child.Ending(each()) for each in work.pieces]
+        self._looks, self._number, self.is_over, self.why_left = 0, len(HERE.rank.compilers), False, ""
         HERE.rank.compilers.append(self)
 
     def poll(self) -> list[tuple[int, child.Ending]]:
         self._looks += 1
-        if self._drawn("compiled") % (LOOKS_AT_MOST - self._looks + 1):
+        if self._drawn() % (LOOKS_AT_MOST - self._looks + 1):
             return []
         self.kill()
         return [*enumerate(self._endings)]
 
     def stands_still(self) -> bool:
         return False
-
-    def lasted_s(self) -> float:
-        return float(self._drawn("slow") % 3)
 
     def pause(self, *, goes_on: bool) -> None:
         """It ends at a look, paused or not."""
@@ -133,9 +131,9 @@ class VirtualChild:
             HERE.rank.compilers.remove(self)
         self.is_over = True
 
-    def _drawn(self, what: str) -> int:
+    def _drawn(self) -> int:
         rank = HERE.rank.agreement.rank
-        return zlib.crc32(f"{rank} {self._looks} {self._number} {what}".encode())
+        return zlib.crc32(f"{rank} {self._looks} {self._number}".encode())
 
 
 class VirtualKernel:

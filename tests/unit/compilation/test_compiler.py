@@ -12,26 +12,26 @@ from dist_autotune.compilation import compiler, preflight
 from dist_autotune.compilation.child import Ending
 from dist_autotune.compilation.compiler import CompileOptions, Compiler, CompileState
 from dist_autotune.compilation.preflight import Compilation, Planned
+from dist_autotune.compilation.workers import Work
 
 
 class FakeChild:
     """Compiles nothing; a test says how its work ends."""
 
     def __init__(self, killed: list[str], keys: list[str]) -> None:
-        self.keys, self.endings, self.is_over = keys, dict[str, Ending](), False
-        self.told, self.is_still, self._killed = 0, False, killed
-        self.seconds = 0.0  # of the work under way
+        self.keys, self.endings, self.is_over, self.why_left = keys, dict[str, Ending](), False, ""
+        self._told, self._killed = 0, killed
 
     def poll(self) -> list[tuple[int, Ending]]:
-        told, self.told = self.told, len(self.endings)
-        self.is_over |= self.told == len(self.keys)
-        return [(place, self.endings[key]) for place, key in enumerate(self.keys[: self.told])][told:]
+        told, self._told = self._told, len(self.endings)
+        self.is_over |= self._told == len(self.keys)
+        return [(self.keys.index(key), ending) for key, ending in self.endings.items()][told:]
+
+    def leave(self, why: str) -> None:
+        self.is_over, self.why_left = True, why
 
     def stands_still(self) -> bool:
-        return self.is_still
-
-    def lasted_s(self) -> float:
-        return self.seconds
+        return False
 
     def kill(self) -> None:
         self._killed += [] if self.is_over else [key for key in self.keys if key not in self.endings]
@@ -91,11 +91,12 @@ class World:
 
     is_in_child = False
 
-    def _make(self, work: Any, limit_s: float, *, yields: bool) -> FakeChild:
+    def _make(self, work: Work) -> FakeChild:
         self.is_in_child = True
-        keys = [each() for each in work]
+        keys = [each() for each in work.pieces]
         self.is_in_child = False
-        assert yields
+        assert work.yields
+        self.workers, self.moves = work.workers(0), [keys[place] for place in work.moves]
         child = FakeChild(self.killed, keys)
         self.children.update(dict.fromkeys(keys, child))
         return child
@@ -139,60 +140,41 @@ def test_a_context_that_is_tuned_no_more_waits_no_longer(world):
     assert world.killed == ["a1", "a2", "b1"]
 
 
-def test_few_children_compile_many_candidates_and_what_stood_behind_a_crash_goes_to_another(world):
+def test_one_child_compiles_all_that_waits_and_no_other_begins_while_its_workers_are_all_that_may_be(world):
     many = [f"a{number}" for number in range(20)]
     context = world.want("a", *many)
     world.advance()
-    children = {*world.children.values()}
-    assert sorted(len(child.keys) for child in children) == [10, 10]
-    crashed = world.children["a0"]
-    world.end("a0")
+    assert (world.children["a0"].keys, world.workers) == (many, 2)
     world.end("a2", reason="a crash")
-    crashed.is_over = True
+    world.end("a0", *many[4:])
+    other = world.want("b", "b1", "b2")
     world.advance()
-    assert (context.bans, world.children["a4"].keys) == ({"a2": "a crash"}, many[4::2])
-    world.end("a1", *many[3:])
-    world.advance()
-    world.seconds += 10.0
-    world.advance()
-    assert (context.compile.left, world.killed) == (0, [])
-
-
-def test_what_stands_behind_a_slow_candidate_goes_to_another_child_that_is_free(world):
-    context = world.want("a", "a1", "a2", "a3")
-    world.advance()
-    slow = world.children["a1"]
-    slow.seconds = 3.0
-    world.advance()
-    assert (slow.keys, world.children["a2"].keys) == (["a1", "a2", "a3"], ["a2", "a3"])
-    world.children["a2"].seconds = 3.0
-    world.advance()
-    assert world.children["a3"] is world.children["a2"]  # two jobs are allowed
+    assert (context.bans, "b1" in world.children) == ({"a2": "a crash"}, False)
     world.end("a1")
     world.advance()
-    world.advance()
-    assert (world.killed, world.children["a3"].keys) == (["a2", "a3"], ["a3"])
-    world.end("a2", "a3")
+    assert (world.children["b2"].keys, world.workers) == (["b1", "b2"], 1)
+    world.end("a3", "b1", "b2")
     world.seconds += 10.0
-    assert (world.advance()[0][1].compiled, context.bans) == (3, {})
+    world.advance()
+    assert (context.compile.left, other.compile.left, world.killed) == (0, 0, [])
 
 
-def test_what_a_child_that_stands_still_has_left_is_compiled_by_another_and_the_third_one_has_its_time(world):
+def test_another_child_compiles_what_one_has_left_and_what_the_third_leaves_has_failed(world):
     context = world.want("a", "a1", "a2", "a3")
     world.advance()
     world.end("a1")
-    for number in range(2):
-        world.children["a2"].is_still = True
+    world.advance()
+    for moves in (["a2", "a3"], []):
+        world.children["a2"].leave("a process stood still")
         world.advance()
-        assert (len(world.killed), world.children["a2"].keys) == (2 * number + 2, ["a2", "a3"])
-    world.children["a2"].is_still = True
-    world.advance()
-    assert len(world.killed) == 4
-    world.end("a2", reason="did not compile within 60 s")
+        world.advance()
+        assert (world.children["a2"].keys, world.moves) == (["a2", "a3"], moves)
     world.end("a3")
+    world.advance()
+    world.children["a2"].leave("the compiler was ended by SIGKILL")
     ((_, counts),) = world.advance()
     assert counts.remark == "a process stood still; another has compiled the rest"
-    assert (context.compile.left, [*context.bans]) == (0, ["a2"])
+    assert (context.compile.left, context.bans) == (0, {"a2": "the compiler was ended by SIGKILL"})
 
 
 @pytest.mark.parametrize(
