@@ -35,12 +35,7 @@ from benchmarks.common.arms import Arm, Plan
 from benchmarks.common.cases import Benchmark, Ratio
 from benchmarks.common.ranks import ON_GPU, Ranks
 from benchmarks.common.tuned import Tuned, in_both_ways
-from benchmarks.operations.expert_exchanges import (
-    TORCH,
-    TORCHTITAN,
-    layer_by_nvshmem,
-    layer_by_torchtitan,
-)
+from benchmarks.operations.expert_exchanges import TORCH, TORCHTITAN, layer_by_nvshmem, layer_by_torchtitan
 from benchmarks.operations.harness import DTYPES, LIMIT_S, OURS, PATIENCE_S, measured_case, parse
 from benchmarks.operations.peers import all_gather, reduce_scatter
 from benchmarks.operations.products import relative_error

@@ -9,12 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from dist_autotune.search.messages import (
-    Announcement,
-    Bits,
-    Part,
-    RunReport,
-)
+from dist_autotune.search.messages import Announcement, Bits, Part, RunReport
 from dist_autotune.search.reports import agreed_run
 from dist_autotune.search.rules import BY_LAUNCH, Rules
 from dist_autotune.search.state import SearchState

@@ -16,13 +16,7 @@ from typing import Any, Protocol, TypeAlias
 from triton.runtime.autotuner import Autotuner
 
 from ..storage.scope import FunctionScope
-from ..triton_api.interception import (
-    INTERCEPTION,
-    Run,
-    has_driver,
-    is_capturing,
-    is_interpreted,
-)
+from ..triton_api.interception import INTERCEPTION, Run, has_driver, is_capturing, is_interpreted
 from ..triton_api.launch import Key, Launch, key_of
 from .incumbents import IncumbentLauncher
 from .rank_context import NONE_FAILED, RankContext

@@ -7,12 +7,7 @@ import torch
 from ..compat import HAS_INLINE_PTX
 from ..epilogues import NO_ACTIVATION
 from ..gemm.configs import any_width, blocks_of, class_of_chunk, gluon_candidate
-from ..gemm.launch import (
-    can_take_chunks,
-    constants_of_chunks,
-    matrix_of_weight,
-    tuned_over_chunks,
-)
+from ..gemm.launch import can_take_chunks, constants_of_chunks, matrix_of_weight, tuned_over_chunks
 from ..launches.settled import Tensors, TunedKernel
 from ..matrices import Matrix, matrix_of_rows
 from .call import Consumer, GatherMemory, Product

@@ -23,16 +23,7 @@ from ..exchange.mail import (
     take_ticket,
 )
 from ..launches.settled import TunedKernel
-from .rows import (
-    Ends,
-    Place,
-    RowsLaunch,
-    Tail,
-    candidate,
-    end_row,
-    prune,
-    with_norms,
-)
+from .rows import Ends, Place, RowsLaunch, Tail, candidate, end_row, prune, with_norms
 
 CANDIDATES = with_norms(
     [

@@ -29,17 +29,7 @@ from ..exchange.flags import NOT_PUSHED, NOT_READ, OTHER_ROWS
 from ..launches.settled import TunedKernel
 from ..signals import notify, poll_until, record_failure
 from ..symm import SymmetricTensor
-from .rows import (
-    MOST_PROGRAMS,
-    Ends,
-    Place,
-    RowsLaunch,
-    Tail,
-    candidate,
-    end_row,
-    prune,
-    with_norms,
-)
+from .rows import MOST_PROGRAMS, Ends, Place, RowsLaunch, Tail, candidate, end_row, prune, with_norms
 
 WORDS = 2  # rows of `words`
 READY = tl.constexpr(0)

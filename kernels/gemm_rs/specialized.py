@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from ..compat import HAS_INLINE_PTX
 from ..gemm.configs import any_width, blocks_of, class_of_chunk, gluon_candidate
-from ..gemm.launch import (
-    can_take_chunks,
-    constants_of_chunks,
-    matrix_of_weight,
-    tuned_over_chunks,
-)
+from ..gemm.launch import can_take_chunks, constants_of_chunks, matrix_of_weight, tuned_over_chunks
 from ..launches.settled import Tensors, TunedKernel
 from ..matrices import Matrix, matrix_of_rows
 from .call import Body, ScatterMemory, ScatterOperands

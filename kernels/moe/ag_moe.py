@@ -28,15 +28,7 @@ import torch.distributed as dist
 from ..exchange.fill_nan import filler_of_all
 from ..exchange.flags import ARRIVED
 from ..launches.settled import TunedKernel
-from ..tensors import (
-    OwnBuffer,
-    check_distinct,
-    check_overlap,
-    check_sizes,
-    check_tensor,
-    pitch_of,
-    room_in,
-)
+from ..tensors import OwnBuffer, check_distinct, check_overlap, check_sizes, check_tensor, pitch_of, room_in
 from .ag_moe_kernel import all_gather_moe
 from .launch import HEIGHTS, check_experts
 from .operation import ExpertOperands, ExpertOperation, ExpertPlan, TileOrders

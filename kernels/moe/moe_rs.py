@@ -33,15 +33,7 @@ from dist_autotune import tunable
 
 from ..exchange.push import SumPusher
 from ..launches.settled import TunedKernel
-from ..tensors import (
-    Apart,
-    begin_at_16_bytes,
-    check_out,
-    check_sizes,
-    check_tensor,
-    check_ways,
-    pitch_of,
-)
+from ..tensors import Apart, begin_at_16_bytes, check_out, check_sizes, check_tensor, check_ways, pitch_of
 from .launch import check_experts, size_class
 from .moe_rs_kernel import moe_reduce_scatter
 from .operation import ExpertOperands, ExpertOperation, ExpertPlan, TileOrders

@@ -6,25 +6,8 @@ In which order each signals what it has done is in a file of its own.
 import re
 
 import pytest
-from compiled import (
-    HOPPER,
-    check_fits,
-    compile_for,
-    compiled_on,
-    early_load,
-    events,
-)
-from plain_kernels import (
-    COMBINE,
-    DISPATCH,
-    EACH,
-    GATHER,
-    IN_FP8,
-    ON_EACH,
-    SCATTER,
-    SIZES,
-    in_type,
-)
+from compiled import HOPPER, check_fits, compile_for, compiled_on, early_load, events
+from plain_kernels import COMBINE, DISPATCH, EACH, GATHER, IN_FP8, ON_EACH, SCATTER, SIZES, in_type
 
 from dist_autotune.bits.tensor_hash import BLOCK, hash_kernel
 from dist_autotune.kernels.elementwise_add.operation import pipelined_add

@@ -4,15 +4,7 @@ import re
 
 import pytest
 import torch
-from compiled import (
-    BLACKWELL,
-    CDNA3,
-    HOPPER,
-    SHARED_BYTES,
-    check_fits,
-    compile_for,
-    order_of,
-)
+from compiled import BLACKWELL, CDNA3, HOPPER, SHARED_BYTES, check_fits, compile_for, order_of
 
 from dist_autotune.kernels import configs
 from dist_autotune.kernels.ag_gemm import by_mail

@@ -8,13 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from launch_path import (
-    Launched,
-    LaunchingDevice,
-    count_asking,
-    launched,
-    launching,
-)
+from launch_path import Launched, LaunchingDevice, count_asking, launched, launching
 from settled_cases import ALL, Caller, Launches
 
 from dist_autotune.kernels.launches import settled as settled_launches

@@ -38,15 +38,7 @@ import numpy as np
 import pytest
 from gluon_instructions import inline_asm
 from gluon_machine import Deadlock, Machine, machine, now
-from gluon_memory import (
-    BarrierLayout,
-    Buffer,
-    Descriptor,
-    Pointer,
-    Tensor,
-    TensorMemory,
-    where,
-)
+from gluon_memory import BarrierLayout, Buffer, Descriptor, Pointer, Tensor, TensorMemory, where
 
 __all__ = ["Deadlock", "Descriptor", "Pointer", "launch", "load_kernel_module"]
 

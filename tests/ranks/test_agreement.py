@@ -10,16 +10,7 @@ import pytest
 import torch.distributed as dist
 from operation_runs import on_ranks
 from programs import environment_of_rank
-from rank_programs import (
-    TIMEOUT_S,
-    Boom,
-    ending,
-    exchange,
-    failing_step,
-    raise_,
-    tuned_step,
-    wait_for,
-)
+from rank_programs import TIMEOUT_S, Boom, ending, exchange, failing_step, raise_, tuned_step, wait_for
 
 from dist_autotune.ranks import courier, questions
 from dist_autotune.ranks.group import GROUPS

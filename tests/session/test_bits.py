@@ -5,17 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernels_for_tests import (
-    accumulate,
-    add,
-    double,
-    entries,
-    launch,
-    numbers,
-    only,
-    records,
-    winner,
-)
+from kernels_for_tests import accumulate, add, double, entries, launch, numbers, only, records, winner
 
 from dist_autotune import StepTuner, TuningError
 from dist_autotune.bits import outputs

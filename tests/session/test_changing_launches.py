@@ -6,18 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels_for_tests import (
-    F32,
-    block_of,
-    double,
-    entries,
-    launch,
-    no_bench,
-    numbers,
-    only,
-    records,
-    winner,
-)
+from kernels_for_tests import F32, block_of, double, entries, launch, no_bench, numbers, only, records, winner
 
 from dist_autotune.logs.records import ContextAdmitted, ContextSettled, SessionClosed
 

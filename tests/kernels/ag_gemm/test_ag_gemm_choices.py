@@ -24,14 +24,7 @@ from dense_runs import (
     gathered_by_torch,
     operands_of,
 )
-from operation_runs import (
-    GPU_BACKENDS,
-    cases_of,
-    device,
-    message_of,
-    on_ranks,
-    tuned_in_context,
-)
+from operation_runs import GPU_BACKENDS, cases_of, device, message_of, on_ranks, tuned_in_context
 from operations import ALWAYS, HALF, factors
 from rank_programs import wait_for
 

@@ -7,16 +7,7 @@ import itertools
 
 import pytest
 import torch
-from dense_runs import (
-    LANES,
-    WAYS,
-    WAYS_ON_GPUS,
-    begin,
-    call_in_lane,
-    gathered_by_torch,
-    opened,
-    poison,
-)
+from dense_runs import LANES, WAYS, WAYS_ON_GPUS, begin, call_in_lane, gathered_by_torch, opened, poison
 from epilogue_runs import error_ratio, quantized
 from operation_runs import GPU_BACKENDS, device, left_as_before, on_ranks
 from operations import factors

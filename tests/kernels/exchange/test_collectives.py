@@ -15,14 +15,7 @@ import torch.distributed as dist
 from dense_runs import SCATTERING_SUMS, begin
 from every_operation import WITH_COLLECTIVES, each
 from expert_runs import SCATTERING, captured_layer, routed_layers
-from operation_runs import (
-    GPU_BACKENDS,
-    message_of,
-    on_ranks,
-    results,
-    tuned_in_context,
-    values,
-)
+from operation_runs import GPU_BACKENDS, message_of, on_ranks, results, tuned_in_context, values
 from operations import (
     ALWAYS,
     HALF,

@@ -10,12 +10,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from dense_runs import (
-    GATHERING_BY_MAIL,
-    GATHERING_BY_STORES,
-    STORING_SUMS,
-    OneSum,
-)
+from dense_runs import GATHERING_BY_MAIL, GATHERING_BY_STORES, STORING_SUMS, OneSum
 from every_operation import EVERY, EXPERTS, WITH_COLLECTIVES
 from expert_runs import STORING_CHOSEN
 from operation_runs import message_of, on_ranks

@@ -9,17 +9,8 @@ import torch
 import triton
 from gemm_runs import arguments
 
-from dist_autotune.kernels.gemm.configs import (
-    GLUON_CANDIDATES,
-    blocks_of,
-    set_blocks,
-)
-from dist_autotune.kernels.gemm.pruning import (
-    MOST_TRIALS,
-    NEVER_BEST,
-    estimated_clocks,
-    prune,
-)
+from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES, blocks_of, set_blocks
+from dist_autotune.kernels.gemm.pruning import MOST_TRIALS, NEVER_BEST, estimated_clocks, prune
 from dist_autotune.kernels.matrices import Block, Matrix, describe
 
 pytestmark = pytest.mark.usefixtures("h200")

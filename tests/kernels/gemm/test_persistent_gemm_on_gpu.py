@@ -9,16 +9,7 @@ from typing import Any
 import pytest
 import torch
 from dense_runs import error_ratio
-from gemm_runs import (
-    HALVES,
-    LAYOUTS,
-    always_copied,
-    check,
-    fitting,
-    layouts_and_types,
-    matrix,
-    poisoned,
-)
+from gemm_runs import HALVES, LAYOUTS, always_copied, check, fitting, layouts_and_types, matrix, poisoned
 from gpu_cases import covering
 
 from dist_autotune.kernels.gemm import launch as launching

@@ -7,13 +7,7 @@ import time
 
 import pytest
 import torch
-from dense_runs import (
-    EPS,
-    REDUCING,
-    norm_error_ratio,
-    of_all,
-    reduce_error_ratio,
-)
+from dense_runs import EPS, REDUCING, norm_error_ratio, of_all, reduce_error_ratio
 from operation_runs import device, on_ranks
 from operations import HALF, factors
 

@@ -3,14 +3,7 @@
 import pytest
 import torch
 from expert_runs import GATHERING as gathering
-from expert_runs import (
-    GIVEN_OTHERS,
-    STORING_CHOSEN,
-    random_choices,
-    randoms,
-    routed_layers,
-    sorted_rows,
-)
+from expert_runs import GIVEN_OTHERS, STORING_CHOSEN, random_choices, randoms, routed_layers, sorted_rows
 from expert_runs import SCATTERING as scattering
 from operation_runs import device, die, end_of, message_of, on_ranks
 from operations import ALWAYS, HALF

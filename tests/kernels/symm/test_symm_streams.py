@@ -11,12 +11,7 @@ from pretended_cuda import HIGHEST, NON_BLOCKING, PretendedDriver, PretendedMemo
 
 from dist_autotune.kernels.exchange import operation
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
-from dist_autotune.kernels.symm import (
-    SymmetricMemoryError,
-    SymmetricTensor,
-    cuda,
-    nvshmem,
-)
+from dist_autotune.kernels.symm import SymmetricMemoryError, SymmetricTensor, cuda, nvshmem
 from dist_autotune.kernels.symm.ranks import SharingRanks
 
 

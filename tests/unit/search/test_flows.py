@@ -11,14 +11,7 @@ from flows import driven
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_autotune.search.strategies import (
-    STRATEGIES,
-    AgreedMs,
-    Flow,
-    Warmup,
-    racing,
-    racing_runs,
-)
+from dist_autotune.search.strategies import STRATEGIES, AgreedMs, Flow, Warmup, racing, racing_runs
 
 
 def drive(flow: Flow, answer: Callable[[int], float]) -> tuple[list[int | Warmup], int]:
