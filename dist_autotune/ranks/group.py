@@ -10,6 +10,7 @@ import contextlib
 import os
 import threading
 import weakref
+from threading import get_ident
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
@@ -25,8 +26,13 @@ from .watchdog import Watch, Watchdog
 Block: TypeAlias = contextlib.AbstractContextManager[None]
 
 
+_tuning_threads: set[int] = set()  # of this process, which have asked for a turn
+
+
 class RankGroup:
     """The ranks of a session. This base class is one rank alone: it decides on its own report."""
+
+    asks_for_trials = False  # all ranks take the turn for each trial of mode="online"
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank  # global, for names of logs and in messages
@@ -112,10 +118,11 @@ class ProcessGroup(RankGroup):
         return Turns(title, own, self.rank == self.ranks[0], self.fail)
 
     def take_turn(self, turns: Turns, turn: LocalTurn, wait: ExchangeWait) -> bool:
+        _tuning_threads.add(get_ident())
         scout, own = self._connections.scout, f"{self._prefix}/asks/{self.rank}"
         scout.start(lambda store: store.set(own, turns.name))
         try:
-            has_turn = turns.take(turn, wait)
+            has_turn = turns.take(turn, wait, on_threads=len(_tuning_threads) > 1)
         except PutAside:
             raise
         except AgreementTimeout as error:
@@ -129,6 +136,7 @@ class ProcessGroup(RankGroup):
                 "same options, and call the same tuned functions."
             ) from None
         scout.start(lambda store: store.delete_key(own))
+        self.asks_for_trials |= turns.are_on_threads
         return has_turn
 
     def _asked_by(self, ranks: tuple[int, ...]) -> dict[int, str]:

@@ -4,6 +4,9 @@ A rank asks by an exchange that belongs to the function. When all have asked, th
 turn of its process; then the others say whether their process is free. A process that is busy with another
 group's session answers "later": all give their turns back and ask again. So no ranks wait in a circle, even
 when they begin two functions in different order or when groups overlap.
+
+A session of mode="online" has one turn for all its trials: ranks that tune on one thread make them in one
+order. When a rank says that it tunes on several threads, all ask for each trial from then on.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import Protocol
 from . import exchange
 from .exchange import Exchanges, ExchangeWait
 
-START, WITHOUT, LATER = b"start", b"without", b"later"
+START, ON_THREADS, WITHOUT, LATER = b"start", b"start on threads", b"without", b"later"
 PAUSES_S = 0.01, 0.05  # between two asks, drawn anew
 
 
@@ -41,8 +44,9 @@ class Turns:
     exchanges: Exchanges
     leads: bool
     fail_session: Callable[[BaseException], None]
+    are_on_threads: bool = False  # some rank has said that it tunes on several threads
 
-    def take(self, turn: LocalTurn, wait: ExchangeWait) -> bool:
+    def take(self, turn: LocalTurn, wait: ExchangeWait, *, on_threads: bool) -> bool:
         """Take the turn on all ranks; False: no session is opened. Raises as `Exchanges.exchange`."""
         exchanges, told_at = self.exchanges, time.monotonic()
 
@@ -60,15 +64,17 @@ class Turns:
             order = exchanges.exchange(b"", start, wait)
             if order == START:
                 free = self.leads or turn.try_acquire()
-                word = START if free else WITHOUT if turn.is_overdue() else LATER
+                word = WITHOUT if turn.is_overdue() else LATER
+                if free:
+                    word = ON_THREADS if on_threads else START
                 order = exchanges.exchange(word, _agreed, wait, fail_later=self.fail_session)
             if order != LATER:
                 exchanges.leave()
-                return order == START
+                self.are_on_threads |= order == ON_THREADS
+                return order != WITHOUT
             turn.release()
             time.sleep(random.uniform(*PAUSES_S))
 
 
 def _agreed(words: dict[int, bytes]) -> bytes:
-    said = set(words.values())
-    return WITHOUT if WITHOUT in said else LATER if LATER in said else START
+    return next(word for word in (WITHOUT, LATER, ON_THREADS, START) if word in words.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -272,19 +273,22 @@ class Calls:
         """
         if self._is_program:
             return contextlib.nullcontext(True)
-        if asks_nobody or self._goes_on_alone or not self._options.is_dist:
+        if asks_nobody or not self._options.is_dist:
             return session_turn(INCUMBENTS)
         group = self._ranks.group()
         if len(group.ranks) == 1:
             return session_turn(INCUMBENTS)
+        goes_on = functools.partial(self._goes_on_alone, group)
         return self._ranks.turn(
-            group, self._take_turn, lambda: not is_agreed and (self.settled or self._goes_on_alone)
+            group, self._take_turn, goes_on, lambda: not is_agreed and (self.settled or goes_on())
         )
 
-    @property
-    def _goes_on_alone(self) -> bool:
+    def _goes_on_alone(self, group: RankGroup) -> bool:
+        """Return whether the next run of the session needs no turn that all ranks take."""
         session = self._session
-        return self._options.mode == "online" and session is not None and not session.is_interrupted
+        if self._options.mode == "replay" or session is None or session.is_interrupted:
+            return False
+        return not (group.asks_for_trials and session.is_trial_next)
 
     def _take_turn(self, group: RankGroup, turns: Turns, turn: ProcessTurn) -> bool:
         """Take the turn on all ranks; raises PutAside where peers do not go on with a session."""

@@ -297,12 +297,19 @@ class FunctionRanks:
         self,
         group: RankGroup,
         take: Callable[[RankGroup, Turns, ProcessTurn], bool],
+        goes_on: Callable[[], bool],
         is_open: Callable[[], bool],
     ) -> Iterator[bool]:
         """Take the turn of sessions on all ranks, for one thread that calls the function at a time.
 
-        take: takes it on all. is_open: whether a session is that another thread may have opened meanwhile.
+        take: takes it on all. goes_on: whether this process alone is to take it; what that depends on changes
+        only in its turns. is_open: whether a session is that another thread may have opened meanwhile.
         """
+        if goes_on():
+            with session_turn(INCUMBENTS) as is_own:
+                if not is_own or goes_on():
+                    yield is_own
+                    return
         with one_at_a_time(self._asking) as has_waited:
             if has_waited is None:
                 yield False

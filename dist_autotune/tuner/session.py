@@ -168,6 +168,11 @@ class Session(SessionExchanges):
 
     # -- beside its runs -----------------------------------------------------------------------------------
 
+    @property
+    def is_trial_next(self) -> bool:
+        """Whether the next run ends in an exchange."""
+        return not (self._until_peers or self._run.apart)
+
     @contextlib.contextmanager
     def online(self) -> Iterator[None]:
         """Make the block one run, a trial of the session."""

@@ -39,6 +39,8 @@ class Gone(BaseException):
 class VirtualAgreement:
     """One rank's `RankGroup`."""
 
+    asks_for_trials = False
+
     def __init__(self, group: VirtualGroup, rank: int) -> None:
         self.group = group
         self.rank = rank

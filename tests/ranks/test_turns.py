@@ -1,5 +1,6 @@
 """Sessions of one group take turns, in one order on all ranks; overlapping groups never wait in a circle."""
 
+import functools
 import sys
 import threading
 import time
@@ -9,7 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from kernels_for_tests import Bench, double, launch, numbers
-from rank_programs import TIMEOUT_S, blocks_of, ending, interrupt_when_waiting, tune, tuned_step
+from rank_programs import (
+    TIMEOUT_S,
+    blocks_of,
+    ending,
+    interrupt_when_waiting,
+    run_until_settled,
+    tune,
+    tuned_step,
+)
 
 from dist_autotune.ranks.group import GROUPS
 from dist_autotune.triton_api import turn
@@ -38,11 +47,14 @@ def called_on_threads(functions, pause_s=0.05):
         return [call.result(2 * TIMEOUT_S) for call in calls]
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_two_functions_that_threads_begin_in_other_order_on_other_ranks_are_tuned_one_after_the_other(world):
+@pytest.mark.parametrize(("world", "mode"), [(2, "replay"), (3, "replay"), (3, "online")])
+def test_two_functions_that_threads_begin_in_other_order_on_other_ranks_are_tuned_one_after_the_other(
+    world, mode
+):
     def program(rank):
-        functions = two_functions()
-        called_on_threads(functions if rank % 2 else functions[::-1])
+        functions = two_functions(mode=mode)
+        calls = [functools.partial(run_until_settled, function) for function in functions]
+        called_on_threads(calls if rank % 2 else calls[::-1])
         settled = [function.settled for function in functions]
         return settled, [blocks_of(function) for function in functions]
 
