@@ -1,9 +1,10 @@
-"""Pushing to peers beside a kernel, with their permits; nothing depends on the number of a call.
+"""Pushes to peers beside a kernel, with their permits; nothing depends on a call's number.
 
     Pushes         permits, copies and flags of one side stream
     ChunkPusher    pushes this rank's chunk to all peers: `AllGatherGemm`
     SumPusher      pushes sums to their ranks: `GemmReduceScatter`, `MoEReduceScatter`
-    peers          the device side; that of chunks is `chunks`
+
+The device side is in `peers` and, for chunks, in `chunks`.
 
 Why every push ends, and no memory is read too early or written too late: docs/protocol.md, whose notes are
 cited here.
@@ -30,13 +31,13 @@ PIECES, LEAST_BYTES = 4, 0 if INTERPRETED else 4 << 20  # of a peer's sums: fewe
 
 
 def piece_counts(rows: int) -> tuple[int, ...]:
-    """Return in how many pieces a chunk of so many rows may be copied; each is to be a block at least."""
+    """Return the numbers of pieces in which so many rows may be copied; a piece has at least one block."""
     return (1, *(pieces for pieces in (2, 4) if pieces <= rows // BLOCK_ROWS))
 
 
 @functools.lru_cache
 def piece_ends(rows: int, pieces: int) -> tuple[int, ...]:
-    """Return the row after each piece, in order; the pieces are of equal size, to a block."""
+    """Return the end of each piece, in rows; pieces are equal, rounded to blocks."""
     blocks = rows // BLOCK_ROWS
     ends = {piece * blocks // pieces * BLOCK_ROWS for piece in range(1, pieces)} - {0}
     return (*sorted(ends), rows)
@@ -51,7 +52,8 @@ class Pushes:
     def __init__(self, memory: SymmetricMemory, stream: SideStream, flags: SymmetricTensor) -> None:
         self.memory, self.stream = memory, stream
         rank, world = memory.rank, memory.world_size
-        self.before = [(rank - step) % world for step in range(1, world)]  # peers, whose first chunk is ours
+        # Peers, the one that visits this rank's chunk first in front.
+        self.before = [(rank - step) % world for step in range(1, world)]
         # Views made once, not in every call: [peer][row].
         rows = range(len(flags.local))
         self._here = [[flags.local[row, peer] for row in rows] for peer in range(world)]
@@ -65,11 +67,11 @@ class Pushes:
         self._raise = memory.prepare_here([Lowered(own), Write(own, 1)])
         self._eager_permits: list[Step] = [Wait(own, 1), *self._permits]
         self._eager_end: list[Step] = [Write(own, 0)]
-        self._prepared: dict[Hashable, Callable[[], None] | None] = {}  # None: the key has come once
-        self.owes_parts = False  # permits of the peers are taken, and parts are not pushed yet
+        self._prepared: dict[Hashable, Callable[[], None] | None] = {}  # None: the key was used once
+        self.owes_parts = False  # the peers' permits are taken, and the parts not pushed yet
 
     def fork(self, *, at_once: bool) -> tuple[list[Step], list[Step]]:
-        """Return the first steps of a call, after the caller's work so far, the permits; and the last ones.
+        """Return the first steps of a call, which give permits after the caller's work so far; and the last.
 
         at_once: as in `run`. The last ones come before `leave`. See [Note: a fork is a flag, and nothing
         joins], and see [Note: no raise is lost].
@@ -83,10 +85,10 @@ class Pushes:
     def run(self, key: Hashable, steps: Iterable[Step], *, at_once: bool) -> None:
         """Enqueue the steps on the side stream. `key` identifies them.
 
-        at_once: from the second call of a key on, its steps are prepared: one call of the driver enqueues all
-        signals between two copies; not yet tried in a capture. The first call prepares nothing: a signal
-        takes 3 to 4 us to prepare (2 busy cores, 2026-11-29), more than to enqueue, and counts of tokens may
-        come once only.
+        at_once: from a key's second call on its steps are prepared: one driver call enqueues all signals
+        between two copies; not yet tried in a capture. The first call prepares nothing: a signal takes 3 to
+        4 us to prepare (2 busy cores, 2026-11-29), longer than to enqueue, and a key with counts of tokens
+        may not come again.
         """
         prepared = self._prepared.get(key) if at_once else None
         if prepared is not None:
@@ -100,7 +102,7 @@ class Pushes:
             self.memory.enqueue(steps, self.stream)
 
     def taking(self, peer: int, row: int) -> list[Step]:
-        """Return a wait for a flag here, and its lowering: FREE, the peer's permit, or DONE.
+        """Return steps that wait for a flag here, and lower it: FREE, the peer's permit, or DONE.
 
         See [Note: one permit a push].
         """
@@ -108,7 +110,7 @@ class Pushes:
         return [Wait(flag, 1), Write(flag, 0)]
 
     def sending(self, peer: int, copies: Copies, row: int, value: int) -> list[Step]:
-        """Return copies to the peer's memory, and after them the flag that announces them."""
+        """Return copies to the peer's memory, followed by the flag that announces them."""
         return [*(Copy(there, here) for there, here in copies), self.raising(peer, row, value)]
 
     def here(self, peer: int, row: int) -> torch.Tensor:
@@ -116,32 +118,32 @@ class Pushes:
         return self._here[peer][row]
 
     def raising(self, peer: int, row: int, value: int) -> Write:
-        """Return the setting of the peer's flag about this rank."""
+        """Return the step that sets the peer's flag about this rank."""
         return Write(self._there[peer][row], value)
 
     def warm_up(self, copies: Copies) -> None:
-        """Copy a row of zeros to each peer, which reads none before a flag is raised.
+        """Copy a row of zeros to each peer, which reads nothing until a flag is raised.
 
-        The driver's setup for the first copy to a peer must not happen while a kernel spins.
+        So the driver sets up its first copy to a peer before a kernel spins.
         """
         for there, here in copies:
             self.memory.copy(there[:1], here[:1], self.stream)
         self.stream.join()
 
     def finish(self) -> None:
-        """Enqueue what follows the kernels of a call, and order what the caller does next after it."""
+        """Enqueue the steps after the kernels of a call; the caller's next work follows them."""
         self.stream.join()
         self.put_back()
 
     def finish_stores(self, *, has_pushed: bool) -> None:
-        """Do what `finish` does, after a kernel that stores; has_pushed: the side stream has pushed, too."""
+        """Do the same after a kernel that stores. has_pushed: the side stream has pushed, too."""
         self.owes_parts = False
         if has_pushed:  # else a capture has no part of the side stream
             self.stream.join()
         self.put_back()
 
     def put_back(self) -> None:
-        """Enqueue that flags which peers raise are lowered: see [Note: no stale pushes]."""
+        """Enqueue the lowering of the flags that peers raise: see [Note: no stale pushes]."""
         self._set_risen(self._following)  # it may need an SM: free after the kernels
 
 
@@ -152,7 +154,7 @@ class ChunkPusher:
         self.pushes, rank = Pushes(memory, memory.side_stream(), flags), memory.rank
         self._shard, self.flags = gather.local[rank], flags.local
         self._slots = [(peer, gather.peers[peer][rank]) for peer in self.pushes.before]
-        # A lone rank's kernel waits for nothing, on the CPU the host does, and a graph joins its branches.
+        # A lone rank's kernel waits for nothing; on the CPU the host waits; a graph joins its branches.
         self._joins = memory.world_size == 1 or memory.device.type == "cpu"
 
     def start(self, rows: int, pieces: int, *, is_capturing: bool) -> None:
@@ -162,7 +164,7 @@ class ChunkPusher:
         self.pushes.run((rows, pieces), steps, at_once=not is_capturing)
 
     def finish(self, *, is_capturing: bool) -> None:
-        """Order what follows after the pushes, where no kernel does; on the CPU, raise their errors."""
+        """Order later work after the pushes, unless a kernel does so; on the CPU, raise their errors."""
         if is_capturing or self._joins:
             self.pushes.stream.join()
 
@@ -182,9 +184,8 @@ class SumPusher:
     """Pushes sums to their ranks, rank + 1 first.
 
     partial: slot s - 1 holds this rank's sums for rank + s. staged: slot s - 1 holds the sums of rank + s for
-    this rank. with_permits: a call forks here, and joins here where it must, its permits are given and taken
-    here, and the kernel waits until all sums have left. Else who made the call has forked, given and taken
-    them, and joins.
+    this rank. with_permits: this class forks, gives and takes permits, and joins if it must; the kernel waits
+    until all sums have left. Else the caller does so.
     """
 
     def __init__(
@@ -199,7 +200,7 @@ class SumPusher:
         pushes.warm_up((there, here) for _, there, here in self._sums)
 
     def room(self, rows: int) -> torch.Tensor:
-        """Return memory for so many sums of a collective: the partial sums', if it is enough."""
+        """Return memory for so many rows of sums for a collective: that of partial sums if it is enough."""
         held = self._partial.flatten(0, 1)[:rows]
         return held if len(held) == rows else held.new_empty((rows, held.shape[1]))
 
@@ -212,12 +213,12 @@ class SumPusher:
         in_steps: bool,
         at_once: bool,
     ) -> None:
-        """Enqueue the launches of one call, and after the caller's work so far the pushes of `rows[p]` to p.
+        """Enqueue the launches of one call, and after the caller's work so far pushes of `rows[p]` to rank p.
 
-        in_pieces: ROWS_SENT[r] of p becomes the number of its rows, and ARRIVED[r] how many are there so far;
-        else ARRIVED[r] becomes 1. in_steps: `launch(step)` for each chunk, whose kernel takes the permit, and
-        the push after it, without a wait. Otherwise one `launch()`: see [Note: shared hardware queues].
-        at_once: as in `Pushes.run`.
+        in_pieces: on p, ROWS_SENT of this rank becomes the number of rows, and ARRIVED the number so far;
+        else ARRIVED becomes 1. in_steps: for each chunk `launch(step)`, whose kernel takes the permit, then
+        the push, without a wait; else one `launch()`: see [Note: shared hardware queues]. at_once: as in
+        `Pushes.run`.
         """
         pushes = self.pushes
         first, last = pushes.fork(at_once=at_once) if self._with_permits else ([], [])
@@ -238,7 +239,7 @@ class SumPusher:
             launch()
             self._push(first, last, rows, in_pieces)
         pushes.owes_parts = False
-        # A capture has no part of a stream that it was not forked to, and ends only if it joins all it was.
+        # A capture ends only if all streams that were forked in it are joined, and none that were not.
         if self._with_permits and (not at_once or pushes.memory.device.type == "cpu"):
             pushes.stream.join()
 
