@@ -24,6 +24,11 @@ def format_ms(ms: float | None) -> str:
     return f"{ms:.{4 if ms < 1 else 3 if ms < 10 else 2}f}"
 
 
+def format_s(seconds: float) -> str:
+    """Return seconds with their unit: two decimals below 1, one below 10, none above."""
+    return f"{seconds:.{2 if seconds < 1 else 1 if seconds < 10 else 0}f} s"
+
+
 def format_percent(percent: float | None) -> str:
     """Return `percent` with its sign and one decimal; `-` for None."""
     return "-" if percent is None else f"{round(percent, 1) + 0.0:+.1f}"  # + 0.0: no -0.0

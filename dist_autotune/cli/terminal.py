@@ -50,7 +50,8 @@ def print_ending(found: Sequence[Findings], remark: str) -> None:
             console.print(report.table)
         else:
             show(*map(text, as_lines(report.table)))
-        show(*map(text, report.remarks))
+        if report.remarks:
+            show(*map(text, report.remarks))
     if found:
         show("", *map(text, total_lines(found)))
     if remark:

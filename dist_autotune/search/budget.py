@@ -112,7 +112,7 @@ class StepTimes:
     def __str__(self) -> str:
         of = "launches" if self.judge == BY_LAUNCH else "whole run"
         times = f"{format_ms(self.before_ms)} -> {format_ms(self.after_ms)} ms"
-        left_out = f"; {counted(self.left_out, 'context')} without a gain left out" if self.left_out else ""
+        left_out = f"; {counted(self.left_out, 'context')} of unknown gain left out" if self.left_out else ""
         return f"{of} {times} a step ({format_percent(-self.gain_percent)} %{left_out})"
 
 

@@ -16,7 +16,7 @@ import statistics
 
 from msgspec import Struct
 
-from ...formatting import counted
+from ...formatting import counted, format_s
 
 LENT_STEPS = 64  # their overhead may be spent before they are made
 KNOWN = 8  # steps without new keys, of which the shortest is one of the program's
@@ -56,10 +56,10 @@ class Cost(Struct, frozen=True):
 
     def __str__(self) -> str:
         parts = (
-            f"trials {self.trials_s:.2g}, compiling beside {self.compiling_s:.2g}, "
-            f"exchanges {self.exchanges_s:.2g}"
+            f"{format_s(self.trials_s)} trials, {format_s(self.compiling_s)} compiling beside steps, "
+            f"{format_s(self.exchanges_s)} exchanges"
         )
-        return f"tuning took {self.total_s:.2g} s of {counted(self.steps, 'step')}: {parts}"
+        return f"tuning took {format_s(self.total_s)} of {counted(self.steps, 'step')}: {parts}"
 
 
 class Pace:

@@ -10,7 +10,7 @@ from kernels_for_tests import launch, numbers
 from msgspec.structs import replace
 
 from benchmarks.simulation.protocol_simulation import Simulation
-from dist_autotune.search.phases.pace import Pace, StepKind
+from dist_autotune.search.phases.pace import Cost, Pace, StepKind
 from dist_autotune.search.phases.step_gain import StepGain
 from dist_autotune.tuner.rank_run import RankRun
 
@@ -182,3 +182,9 @@ def test_a_gain_inside_the_noise_is_called_none_and_others_say_when_they_pay_off
     assert StepGain(108.1, 92.4, 1.0).text(28.0).endswith("each), pays off after 1,784 steps")
     assert StepGain(92.3, 92.1, 0.4).text(28.0).endswith("no gain beyond the noise of 0.4000 ms")
     assert StepGain(92.3, 95.0, 0.4).text(28.0).endswith("slower than with the first configs")
+
+
+def test_a_cost_reads_as_seconds_whatever_its_size():
+    cost = Cost(trials_s=128.4, compiling_s=0.00005, exchanges_s=2.34, steps=470)
+    parts = "128 s trials, 0.00 s compiling beside steps, 2.3 s exchanges"
+    assert str(cost) == f"tuning took 131 s of 470 steps: {parts}"
