@@ -78,14 +78,21 @@ class Progress:
             f"run {forecast.runs}",
             f"{counted(forecast.compiling, 'candidate')} compiling" if forecast.compiling else "",
             f"{forecast.timed} of {counted(forecast.candidates, 'candidate')} timed",
-            f"about {counted(forecast.more_runs, 'run')} to go",
+            self._runs_left(forecast),
             self._time_left(forecast),
             "" if times is None else f"so far: {times}",
         ]
         return ", ".join(filter(None, parts))
 
+    def _runs_left(self, forecast: Forecast) -> str:
+        if forecast.settled == forecast.contexts:
+            return "comparing winners with first configs"
+        return f"about {counted(forecast.more_runs, 'run')} to go"
+
     def _time_left(self, forecast: Forecast) -> str:
-        """Return the time left at the pace of the last runs: the first ones compiled."""
+        """Return the time left at the pace of the last runs: the first ones compiled; "": not known."""
+        if forecast.settled == forecast.contexts:
+            return ""
         (first_run, first_s), (last_run, last_s) = self._recent[0], self._recent[-1]
         if last_run - first_run < LEAST_RUNS:
             return ""

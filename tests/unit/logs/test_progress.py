@@ -74,6 +74,12 @@ def test_without_a_terminal_it_writes_a_line_at_the_opening_at_each_quarter_and_
     ]
 
 
+def test_when_all_contexts_are_settled_it_says_that_winners_are_compared():
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        Progress("train_step", None, is_first=True).update(standing(20, 28), lambda: None)
+    assert stderr.getvalue().endswith("60 candidates timed, comparing winners with first configs\n")
+
+
 def test_a_session_that_finds_all_results_writes_no_line():
     with contextlib.redirect_stderr(io.StringIO()) as stderr:
         progress = Progress("train_step", None, is_first=True)
