@@ -175,8 +175,8 @@ class SettledCalls:
         if self._told_of != count.session:
             self._told_of = count.session
             calls = ", ".join(f"rank {rank}: {calls}" for rank, calls in sorted(answer.calls.items()))
-            text = f"rank {count.rank}: {self._name}: {text}. Calls since the last session: {calls}"
-            diagnosis.write_stuck(self._note, text)
+            counted = f". Calls since the last session: {calls}" if calls else ""  # lost with the store
+            diagnosis.write_stuck(self._note, f"rank {count.rank}: {self._name}: {text}{counted}")
 
     def _is_due(self, context: RankContext) -> bool:
         """Return whether a key that is met here opens a session: online, one that waits does so ever less."""
