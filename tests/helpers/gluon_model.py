@@ -221,18 +221,6 @@ def load_kernel_module(name: str) -> Any:
         return importlib.import_module(f"{root}.{name}")
 
 
-@contextmanager
-def tma_begins_anywhere() -> Iterator[None]:
-    """Have tiles moved back to any column, for tests whose tiles are a few columns wide."""
-    problem = load_kernel_module("gemm.problem")
-    aligned = problem.ALIGNED
-    problem.ALIGNED = 1
-    try:
-        yield
-    finally:
-        problem.ALIGNED = aligned
-
-
 def launch(
     kernel: Callable[..., None],
     programs: int,

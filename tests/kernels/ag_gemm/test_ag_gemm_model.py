@@ -2,7 +2,7 @@
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +18,10 @@ from hypothesis import strategies as st
 
 from dist_autotune.kernels.epilogues import NO_ACTIVATION, Epilogue, sums_of_a_result
 
-pytestmark = pytest.mark.usefixtures("one_core")  # its tasks are threads that take turns
+pytestmark = pytest.mark.usefixtures("one_core", "narrow_tiles")  # its tasks are threads that take turns
 
 KERNEL = gluon_model.load_kernel_module("ag_gemm.specialized_kernel")
 SIGNALS = importlib.import_module("kernels_in_the_model.signals")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def narrow_tiles() -> Iterator[None]:
-    with gluon_model.tma_begins_anywhere():
-        yield
 
 
 class GatherBuffer(Descriptor):

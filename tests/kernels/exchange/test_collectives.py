@@ -4,10 +4,9 @@ Under pytest the ranks are CPU processes, whose collectives are gloo's; tests ma
 """
 
 import functools
-import os
 import random
-import signal
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from dense_runs import SCATTERING_SUMS, begin
 from every_operation import WITH_COLLECTIVES, each
 from expert_runs import SCATTERING, captured_layer, routed_layers
-from operation_runs import GPU_BACKENDS, message_of, on_ranks, results, tuned_in_context, values
+from operation_runs import GPU_BACKENDS, die, message_of, on_ranks, results, tuned_in_context, values
 from operations import (
     ALWAYS,
     HALF,
@@ -35,18 +34,6 @@ from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.launch.tunable import CHOICES
 from dist_autotune.triton_api.identity import key_text
 from ranks import assert_all_ok, assert_killed, meet
-
-
-def launches_of(op):
-    """Return a list that grows with each launch of the operation's own kernel."""
-    launch, launched = op._launch, []
-
-    def counted(*args, **kwargs):
-        launched.append(1)
-        launch(*args, **kwargs)
-
-    op._launch = counted
-    return launched
 
 
 def prefer(op, choose):
@@ -193,7 +180,7 @@ def test_where_one_rank_tunes_or_knows_a_result_alone_nobody_makes_it(rank):
     """Tune on rank 0 alone, then have rank 0 alone know a result."""
     begin(rank, 0)
     with GemmReduceScatter(32, 24, HALF, timeout_s=PATIENCE_S) as op:
-        launched = launches_of(op)
+        op._launch = mock.Mock(wraps=op._launch)
 
         def step():
             return SCATTERING_SUMS.call_and_compare(op, [16], 16)
@@ -205,7 +192,7 @@ def test_where_one_rank_tunes_or_knows_a_result_alone_nobody_makes_it(rank):
             CHOICES.remember(name, key_text(key), digest('"collective"'), (0, 1))
             assert op._collective.vote(32, op._key)
         errors += [step() for _ in range(3)]
-        assert len(launched) == 33
+        assert op._launch.call_count == 33
     return errors
 
 
@@ -232,7 +219,7 @@ def peer_that_does_not_come(rank, how):
         found.append((op, functools.partial(runs.fresh_call, op, [4, 4])))
     meet()
     if rank == 1 and how == "dies":
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     if rank == 1:
         for op, _ in found:
             op._collective._make = None

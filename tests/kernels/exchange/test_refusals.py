@@ -88,6 +88,7 @@ GATHER = Refusing(
         "pieces is 0; it is at least 1, or None": {"pieces": 0},
         "collective is 'auto'; it is True, False, or None, which tunes it": {"collective": "auto"},
         "by_stores is 0; it is True, False, or None": {"by_stores": 0},
+        "low_latency is 'auto'; it is True, False, or None, which tunes it": {"low_latency": "auto"},
         "consumer is 'plain', but collective=True leaves the": {"collective": True, "consumer": "plain"},
     },
     (*(lambda op: op(A, W), lambda op: op.shard, lambda op: op.gathered, lambda op: op.check()),),

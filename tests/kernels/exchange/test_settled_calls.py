@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -88,11 +89,8 @@ def capture(call: Callable[[], Any]) -> Callable[[], Any]:
         return graph.replay
 
     def pretended() -> None:
-        is_capturing, Operation._is_capturing = Operation._is_capturing, lambda op: True
-        try:
+        with mock.patch.object(Operation, "_is_capturing", return_value=True):
             call()
-        finally:
-            Operation._is_capturing = is_capturing
 
     return pretended
 
@@ -126,22 +124,17 @@ def at_once(rank: int, call: Callable[[], Any]) -> bool:
 def nobody_asks() -> Iterator[None]:
     """Fail if this thread asks a tensor for a number."""
     own = threading.get_ident()
-    before = {name: getattr(torch.Tensor, name) for name in ASK}
 
-    def refuse(name: str) -> Callable[..., Any]:
+    def refusing(name: str, ask: Callable[..., Any]) -> Callable[..., Any]:
         def asked(*args: Any) -> Any:
             assert threading.get_ident() != own, f"a settled call asks a tensor for a number: {name}"
-            return before[name](*args)
+            return ask(*args)
 
         return asked
 
-    for name in ASK:
-        setattr(torch.Tensor, name, refuse(name))
-    try:
+    refusals = {name: refusing(name, getattr(torch.Tensor, name)) for name in ASK}
+    with mock.patch.multiple(torch.Tensor, **refusals):
         yield
-    finally:
-        for name in ASK:
-            setattr(torch.Tensor, name, before[name])
 
 
 def before_and_after_graphs(rank: int, calls: Calls) -> dict[str, Callable[[], bool]]:

@@ -1,7 +1,6 @@
 """The source of the Gluon body, run on the CPU: it ends, no buffer is overwritten too early, C is right."""
 
 import importlib
-from collections.abc import Iterator
 from typing import Any
 
 import gluon_model
@@ -135,16 +134,10 @@ def change(monkeypatch: pytest.MonkeyPatch, module: str, name: str, value: Any) 
     monkeypatch.setattr(getattr(found, target) if target else found, attribute, value)
 
 
-pytestmark = pytest.mark.usefixtures("one_core")  # its tasks are threads that take turns
+pytestmark = pytest.mark.usefixtures("one_core", "narrow_tiles")  # its tasks are threads that take turns
 
 PROBLEM = importlib.import_module("kernels_in_the_model.gemm.problem")
 TMA_BEGINS_AT = PROBLEM.ALIGNED
-
-
-@pytest.fixture(scope="module", autouse=True)
-def narrow_tiles() -> Iterator[None]:
-    with gluon_model.tma_begins_anywhere():
-        yield
 
 
 HOPPER = ("pipelined", "persistent", "persistent_pipelined", "cooperative", "pingpong")
