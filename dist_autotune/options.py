@@ -259,18 +259,18 @@ class Options:
         is_default = isinstance(self.bits, settings.DefaultText)
         given = f"{settings.BITS}={self.bits}" if is_default else f"bits={self.bits!r}"
         why = (
-            f"{given} compares outputs by making a step again from the same inputs and state, and this is "
-            "made once. Decorate a function that makes one step with @contextual_autotune"
+            f"{given} compares outputs by repeating a step from the same inputs and state, and here each "
+            "step is made once. Decorate a function that makes one step with @contextual_autotune"
         )
         if has_function:
             why = (
-                f"{given} belongs to mode='replay': outputs are compared by making a step again from equal "
-                "inputs and state, and online each is made once. Leave out mode='online'"
+                f"{given} belongs to mode='replay': outputs are compared by repeating a step from the same "
+                "inputs and state, and online each step is made once. Leave out mode='online'"
             )
         raise InvalidOption(
-            f"{why} and name all that it changes in preserve=: the first call tunes, each later one is one "
-            f"step. Where a step cannot be made again, use another function's results with {settings.MODE}="
-            "cached, or bits='any'."
+            f"{why} and name all state that it changes in preserve=: the first call tunes, each later one is "
+            "one step. If a step cannot be repeated, tune another function with the same kernels and use its "
+            f"results with {settings.MODE}=cached; or set bits='any'."
         )
 
     def agreed_fields(self) -> dict[str, str]:

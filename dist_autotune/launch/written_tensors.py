@@ -125,7 +125,7 @@ class WrittenTensors:
                     continue
                 with contextlib.suppress(*_NO_STORAGE):
                     if tensor._version != version and (region := region_of(tensor)) is not None:
-                        found.setdefault(region, "a tensor that torch changes")
+                        found.setdefault(region, "a tensor written by torch")
                     if tensor.is_leaf and tensor.requires_grad and not had_gradient:
                         gradient = tensor.grad
                         if gradient is not None and (region := region_of(gradient)) is not None:

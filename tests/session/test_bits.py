@@ -152,16 +152,16 @@ def test_winners_that_change_bits_only_together_are_not_kept_together(bench):
 def test_bits_belong_to_replay(bench, monkeypatch):
     with pytest.raises(
         InvalidOption,
-        match=r"bits='same' belongs to mode='replay': .* name all that it changes in preserve=",
+        match=r"bits='same' belongs to mode='replay': .* name all state that it changes in preserve=",
     ):
         bench.tune(lambda: None, bits="same", mode="online")
     monkeypatch.setenv("DIST_AUTOTUNE_BITS", "check")
     with pytest.raises(InvalidOption, match="DIST_AUTOTUNE_BITS=check belongs to mode='replay'"):
         bench.tune(lambda: None, mode="online")  # where it is decorated, as with `bits=`
-    with pytest.raises(InvalidOption, match="DIST_AUTOTUNE_BITS=check compares outputs by making a step"):
+    with pytest.raises(InvalidOption, match="DIST_AUTOTUNE_BITS=check compares outputs by repeating a step"):
         StepTuner()
     bench.tune(Function(bench), mode="online", bits="any")()
-    with pytest.raises(InvalidOption, match="bits='same' compares outputs by making a step again") as refused:
+    with pytest.raises(InvalidOption, match="bits='same' compares outputs by repeating a step") as refused:
         StepTuner(bits="same")
     assert "mode=" not in str(refused.value)  # which nobody wrote
     assert "Decorate a function that makes one step with @contextual_autotune" in str(refused.value)

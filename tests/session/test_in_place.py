@@ -46,8 +46,8 @@ def gradient(bench: Any) -> tuple[Any, torch.Tensor]:
     ("make", "names"),
     [
         (in_place_by_kernel, "argument y_ptr of accumulate"),
-        (in_place_by_torch_before_a_declared_write, "a tensor that torch changes"),
-        (gradient, "a (gradient|tensor that torch changes)"),
+        (in_place_by_torch_before_a_declared_write, "a tensor written by torch"),
+        (gradient, "a (gradient|tensor written by torch)"),
     ],
 )
 def test_it_is_put_back_told_once_and_the_keys_stay_untuned_until_retune(bench, make, names):
