@@ -29,7 +29,6 @@ from dist_autotune.for_operations import CachedChoice
 
 from ..agreement.ballots import COLLECTIVE
 from ..agreement.failures import FailureKinds, Refusal
-from ..configs import upcasts
 from ..epilogues import ONLY_SUMS, Epilogue, result_columns
 from ..exchange.call import NumberedCalls
 from ..exchange.fill_nan import filler_of_chunks
@@ -351,11 +350,8 @@ class AllGatherGemm(NumberedCalls):
         if choice.consumer == "specialized":
             made = specialized.SpecializedConsumer(product, self._held)
         else:
-            of_device = {"has_tma": self._facts.has_tma, "needs_fence": self._facts.needs_fence}
             storers = STORING.get(choice.consumer, 0)
-            made = PlainConsumer(
-                product, self._held, upcasts=upcasts(self._dtype), storers=storers, **of_device
-            )
+            made = PlainConsumer(product, self._held, self._facts, storers=storers)
         if not is_capturing:
             made.load(product, self._call_of(choice.programs), self._patience_ticks)
             product.layout.fill_nan(product.out, only_load=True)

@@ -14,10 +14,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..configs import CANDIDATES, prune_overlapped, take_first
+from ..configs import CANDIDATES, prune_overlapped, take_first, upcasts
 from ..epilogues import NO_ACTIVATION, apply_epilogue, apply_scales, sums_of_a_result
 from ..exchange.chunks import part_from_peers, wait_for_rows
 from ..exchange.flags import NO_PERMIT
+from ..exchange.operation import DeviceFacts
 from ..exchange.peers import Peers
 from ..exchange.stores import count_stored, let_peers_write, may_store, memory_of, part_from_all
 from ..gemm.configs import class_of_rows
@@ -211,20 +212,10 @@ _KERNEL = TunedKernel(all_gather_gemm, operation="AllGatherGemm")
 class PlainConsumer(Consumer):
     """Multiplies in one kernel, which waits.
 
-    has_tma, needs_fence, upcasts: facts of the device. storers: how many programs store this rank's chunk to
-    the peers; 0: it is pushed.
+    storers: how many programs store this rank's chunk to the peers; 0: it is pushed.
     """
 
-    def __init__(
-        self,
-        product: Product,
-        held: GatherMemory,
-        *,
-        has_tma: bool,
-        needs_fence: bool,
-        upcasts: bool,
-        storers: int = 0,
-    ) -> None:
+    def __init__(self, product: Product, held: GatherMemory, facts: DeviceFacts, *, storers: int = 0) -> None:
         super().__init__(_KERNEL)
         _, weight, out, epilogue, *_ = product
         gather, self._tensors, self._beside = held.gather, held[:-2], storers
@@ -233,10 +224,10 @@ class PlainConsumer(Consumer):
         self._size_class = class_of_rows(len(out) // held.world_size)
         self._sizes, self._further = (len(out), len(weight), gather.shape[2]), (gather.shape[1], *strides)
         self._constants = {
-            "TMA_LEGAL": has_tma and begin_at_16_bytes(1, addresses, (steps,)),
+            "TMA_LEGAL": facts.has_tma and begin_at_16_bytes(1, addresses, (steps,)),
             "BY_COLUMNS": lies_by_columns(weight),
-            "FENCE": needs_fence,
-            "UPCAST": upcasts,
+            "FENCE": facts.needs_fence,
+            "UPCAST": upcasts(weight.dtype),
             "ACTIVATION": epilogue.activation or NO_ACTIVATION,
             "STORERS": storers,
         }

@@ -30,7 +30,6 @@ from dist_autotune.for_operations import CachedChoice
 
 from ..agreement.ballots import COLLECTIVE
 from ..agreement.failures import FailureKinds, Refusal
-from ..configs import upcasts
 from ..exchange.call import NumberedCalls
 from ..exchange.fill_nan import filler_of_all
 from ..exchange.flags import FLAGS, NO_PERMIT, NOT_SENT, OTHER_ROWS
@@ -250,17 +249,13 @@ class GemmReduceScatter(NumberedCalls):
     def _make_body(self, operands: ScatterOperands) -> Body:
         if specialized.can_run(operands, self._held):
             return specialized.SpecializedBody(operands, self._held)
-        return self._make_plain(operands)
-
-    def _make_plain(self, operands: ScatterOperands, *, stores: bool = False) -> Body:
-        of_device = {"has_tma": self._facts.has_tma, "upcasts": upcasts(self._dtype)}
-        return PlainBody(operands, self._held, stores=stores, **of_device)
+        return PlainBody(operands, self._held, self._facts)
 
     def _make_storing(self, operands: ScatterOperands) -> dict[str, Body]:
         found: dict[str, Body] = {}
         if specialized.can_run(operands, self._held):
             found[STORES[0]] = specialized.SpecializedBody(operands, self._held, stores=True)
-        return found | {STORES[1]: self._make_plain(operands, stores=True)}
+        return found | {STORES[1]: PlainBody(operands, self._held, self._facts, stores=True)}
 
     def _agree(self, layout: ScatterLayout, is_capturing: bool) -> int:
         size_class = layout.size_class

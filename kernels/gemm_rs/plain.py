@@ -18,10 +18,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..configs import CANDIDATES, prune_overlapped, take_first
+from ..configs import CANDIDATES, prune_overlapped, take_first, upcasts
 from ..epilogues import apply_scales
 from ..exchange.chunks import part_from_peers
 from ..exchange.flags import NO_PERMIT
+from ..exchange.operation import DeviceFacts
 from ..exchange.peers import Peers, is_any_lost
 from ..exchange.stores import count_stored, let_peers_write, may_store, memory_of, part_from_all
 from ..gemm.configs import class_of_rows
@@ -217,19 +218,10 @@ _KERNEL = TunedKernel(gemm_reduce_scatter, operation="GemmReduceScatter")
 
 
 class PlainBody(Body):
-    """Multiplies by the kernel in plain Triton. has_tma, upcasts: facts of the device.
-
-    stores: sums for peers to their memory.
-    """
+    """Multiplies by the kernel in plain Triton. stores: sums for peers to their memory."""
 
     def __init__(
-        self,
-        operands: ScatterOperands,
-        held: ScatterMemory,
-        *,
-        has_tma: bool,
-        upcasts: bool,
-        stores: bool = False,
+        self, operands: ScatterOperands, held: ScatterMemory, facts: DeviceFacts, *, stores: bool = False
     ) -> None:
         super().__init__(_KERNEL)
         a, weight, out, addend, *_ = operands
@@ -238,11 +230,11 @@ class PlainBody(Body):
         self._sizes = (len(a), weight.shape[0], a.shape[1])
         self._further = (held.partial.shape[1], *strides, out.stride(0))
         self._constants = {
-            "TMA_LEGAL": has_tma and begin_at_16_bytes(a.element_size(), addresses, strides),
+            "TMA_LEGAL": facts.has_tma and begin_at_16_bytes(a.element_size(), addresses, strides),
             "BY_COLUMNS": lies_by_columns(weight),
             "HAS_ADDEND": addend is not None,
             "STORES": stores,
-            "UPCAST": upcasts,
+            "UPCAST": upcasts(a.dtype),
         }
         self._size_class, self._tensors = class_of_rows(out.shape[0]), tuple(held)
         self._partial = held.partial

@@ -13,6 +13,7 @@ from epilogue_runs import quantized
 from operation_runs import GPU_BACKENDS, device, message_of, on_ranks
 from operations import HALF, factors, tuned_with_other_row_counts
 
+from dist_autotune.kernels.exchange.operation import DeviceFacts
 from dist_autotune.kernels.gemm.pruning import prune_chunks
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter, operation, specialized
 from dist_autotune.kernels.gemm_rs.operation import LAUNCHES, ONE_LAUNCH, STORES
@@ -137,7 +138,7 @@ class StandIn(PlainBody):
     """The kernel in plain Triton, where the specialised one would be."""
 
     def __init__(self, operands, held, *, stores=False):
-        super().__init__(operands, held, has_tma=False, upcasts=True, stores=stores)
+        super().__init__(operands, held, DeviceFacts(), stores=stores)
 
 
 @on_ranks(2)
