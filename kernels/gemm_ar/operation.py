@@ -101,6 +101,7 @@ class GemmAllReduce(NumberedCalls):
     `GemmReduceScatter` holds.
     """
 
+    _collective: Ways
     _travels = "kernels read and write the rows of peers"
     _failure_kinds = FailureKinds(
         {
@@ -145,8 +146,7 @@ class GemmAllReduce(NumberedCalls):
         has_low_latency, sizes = self._has_low_latency, (self._m, self._n, self._dtype, self._failures.words)
         self._rows = RowsMemory(memory, *sizes, has_low_latency=has_low_latency)
         self._parts, self._sums = self._rows.parts.local, self._rows.sums.local
-        self._ways = Ways(memory, fixed=self._fixed, has_low_latency=self._takes_low_latency)
-        self._collective = self._ways
+        self._collective = Ways(memory, fixed=self._fixed, has_low_latency=self._takes_low_latency)
         self._scatter = self._open_scatter() if self._overlaps and world > 1 else None
         self._layouts: dict[Hashable, RowsLayout] = {}  # by those of tensors that have been checked
 
@@ -154,7 +154,7 @@ class GemmAllReduce(NumberedCalls):
         return self._has_low_latency and rows <= mail.MOST_ROWS
 
     def _other_rows(self) -> str:
-        return self._ways.differing()
+        return self._collective.differing()
 
     def _check_usable(self, calls: float | None = None) -> None:
         if not self._is_closed and self._scatter is not None:
@@ -236,11 +236,11 @@ class GemmAllReduce(NumberedCalls):
         dtype = str(self._dtype)
         can_overlap = self._scatter is not None and multiplies and rows % self.world_size == 0
         size_class = class_of_rows(rows)
-        ways = self._ways.options(size_class, can_overlap=can_overlap)
+        ways = self._collective.options(size_class, can_overlap=can_overlap)
         may_overlap = OVERLAPPED in ways
         kind = size_class, may_overlap, has_norm
         key = (size_class, may_overlap, self.world_size, self._n, dtype, has_norm)  # equal on all ranks
-        choose, product = CachedChoice(functools.partial(self._ways.choose, ways, key)), None
+        choose, product = CachedChoice(functools.partial(self._collective.choose, ways, key)), None
         if multiplies and rows >= OWN_FROM and self._dtype != torch.float32:
             key_of_product = (size_class, self._n, k, dtype)
             ask = functools.partial(tunable, "gemm_ar product", PRODUCTS, key=key_of_product)
@@ -277,7 +277,9 @@ class GemmAllReduce(NumberedCalls):
         return layout
 
     def _agree(self, layout: RowsLayout, is_capturing: bool) -> str:
-        return self._ways.settle(layout.kind, self._choose(layout), layout.rows, is_capturing=is_capturing)
+        return self._collective.settle(
+            layout.kind, self._choose(layout), layout.rows, is_capturing=is_capturing
+        )
 
     def _allocate_results(self, layout: RowsLayout, given: tuple[Any, ...]) -> SumOperands:
         a, weight, out, residual, norm_weight, eps, _ = given
@@ -331,7 +333,7 @@ class GemmAllReduce(NumberedCalls):
             self._launch(TWO_SHOT, layout, (residual, None, self._sums, None), eps)
             self._launch(GATHER, layout, (None, norm_weight, out, sums), eps)
         else:
-            self._ways.all_reduce(part)
+            self._collective.all_reduce(part)
             if sums is not None:
                 self._launch(COLLECTIVE, layout, ends, eps)
             elif part is not out:
@@ -348,7 +350,7 @@ class GemmAllReduce(NumberedCalls):
     # ---- calls that fail
 
     def _stand_in(self, went_ahead: tuple[int, int] | None, *given: Any) -> None:
-        way, rows = self._ways.of_peers(went_ahead)
+        way, rows = self._collective.of_peers(went_ahead)
         if way == COLLECTIVE:
             self._take_part(rows)
             return
@@ -362,7 +364,7 @@ class GemmAllReduce(NumberedCalls):
         return [lambda: self._take_part(layout.rows)]
 
     def _take_part(self, rows: int) -> None:
-        self._ways.all_reduce(self._parts.new_full((rows, self._n), math.nan))
+        self._collective.all_reduce(self._parts.new_full((rows, self._n), math.nan))
 
     def _leave_peers(self) -> None:
         if self._scatter is not None:

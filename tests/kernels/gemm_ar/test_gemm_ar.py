@@ -98,8 +98,8 @@ def test_a_way_is_taken_by_all_ranks_or_none_and_captured_as_in_the_last_eager_c
     REDUCING[None].begin(rank)
     taken, errors = [], []
     with GemmAllReduce(17, 24, HALF) as op:
-        settle = op._ways.settle
-        op._ways.settle = lambda *args, **given: taken.append(settle(*args, **given)) or taken[-1]
+        settle = op._collective.settle
+        op._collective.settle = lambda *args, **given: taken.append(settle(*args, **given)) or taken[-1]
         for wanted in WANTED:
             op._choose = lambda layout, wanted=wanted: wanted[rank]
             a, weight, *_ = REDUCING[None].operands(op, [9], 16)
@@ -119,7 +119,7 @@ def test_settled_calls_with_a_norm_and_without_take_ways_of_their_own_and_wait_f
     """Have both be tuned to different ways, and no host read another's ballot once they are."""
     REDUCING[None].begin(rank)
     with GemmAllReduce(17, 24, HALF) as op:
-        ballots, errors = op._ways._ballots, []
+        ballots, errors = op._collective._ballots, []
         for is_settled in (False, True):
             if is_settled:
                 ballots.read = lambda: pytest.fail("a host waits for its peers' ballots")
