@@ -21,6 +21,7 @@ from .fast_path import CallUnderWay, Settled
 from .incumbents import launch_first_working
 from .rank_context import NONE_FAILED, Binding, RankContext, Stage
 from .registry import Registry
+from .results import Results
 from .tunable import CHOICES, KnownChoices, Ranks, option_texts
 from .written_tensors import WrittenTensors
 
@@ -59,6 +60,7 @@ class Dispatcher:
         self._known_choices = KnownChoices()
         self._registry, self._clock, self._guard = registry, clock, guard
         self._compiling, self._note, self._written = compiling, note, written
+        self._results = Results(registry.known)
         self._ranks = frozenset(self.function.group.ranks)
         self._lock = registry.lock
 
@@ -87,6 +89,8 @@ class Dispatcher:
                 self._keep_form(call, launch, binding, result)
                 if self._is_fixed(call, binding.rank_context) and not failed:
                     call.add(launch.tuner, binding.key, config)
+                if (order := binding.rank_context.order) is not None:
+                    self._results.add_late(order, binding)
                 return result
             except Exception as error:
                 if not (found := self.failure(call, launch, config, error)):

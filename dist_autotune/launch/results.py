@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ..storage.winners import BEST, Entry, Evidence
 from ..triton_api import identity, stock_results
 from ..triton_api.launch import Key
 from ..version import __version__
-from .rank_context import RankContext
+from .rank_context import Binding, RankContext
 from .tunable import CHOICES
 
 
@@ -43,7 +44,7 @@ class Results:
             CHOICES.remember(name, about.key_text, winner, ranks, among=about.texts, replaces=replaces)
             if not context.provisional:
                 known.remember_choice(about, winner)
-        self._to_memory(context, rank_context, seconds)
+        self._to_memory(context, rank_context.bindings, seconds, is_cached=context.status == "cached")
         if len(context.digests) == 1:
             return
         key = known.entry_key(about)
@@ -64,12 +65,20 @@ class Results:
         if context.status in ("tuned", "cached") and not (context.provisional or function.is_alone):
             known.disk.record_launch(known.folder, key)
 
-    def _to_memory(self, context: ContextOrder, rank_context: RankContext, seconds: float) -> None:
+    def add_late(self, context: ContextOrder, binding: Binding) -> None:
+        """Write a result to an Autotuner that is launched behind the search for the first time."""
+        if not (context.result.is_final and context.result.is_lasting):
+            return
+        if (tuner := binding.tuner()) is not None and binding.key not in tuner.cache:
+            self._to_memory(context, [binding], 0.0, is_cached=True)
+
+    def _to_memory(
+        self, context: ContextOrder, bindings: Iterable[Binding], seconds: float, *, is_cached: bool
+    ) -> None:
         known = {**context.times.ms, **dict.fromkeys(context.banned, math.inf)}
         by_digest = {context.digests[index]: ms for index, ms in known.items()}
-        winner, is_cached = context.digests[context.incumbent], context.status == "cached"
-        function = self._function
-        for binding in rank_context.bindings:
+        winner, function = context.digests[context.incumbent], self._function
+        for binding in bindings:
             tuner, config = binding.tuner(), binding.configs.get(winner)
             if tuner is None or config is None or len(tuner.configs) == 1:
                 continue

@@ -34,6 +34,14 @@ def test_results_are_where_stock_triton_keeps_them_in_its_types(bench):
     assert isinstance(kernel.bench_time, float)
 
 
+def test_an_autotuner_that_only_settled_calls_launch_holds_the_result_too(bench):
+    kernels = [bench.kernel({16: 3.0, 32: 1.0}) for _ in range(2)]
+    tuned = bench.tune(lambda place: launch(kernels[place], numbers()))
+    tuned(0)
+    tuned(1)
+    assert block_of(kernels[1].cache[KEY]) == 32
+
+
 def test_a_config_of_the_users_own_in_the_cache_is_respected(bench):
     kernel = bench.kernel({16: 1.0, 32: 3.0})
     kernel.cache[KEY] = triton.Config({"BLOCK": 8}, num_warps=1)
