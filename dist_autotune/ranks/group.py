@@ -196,9 +196,7 @@ class Groups:
         return self._made(group) if known is None else known
 
     def _made(self, group: Any) -> RankGroup:
-        with (
-            self._making
-        ):  # ranks count those that they make: one thread may make none that another one has made
+        with self._making:  # ranks count those that they make, so no thread makes one again
             if (known := self._by_group.get(group)) is None:
                 self._close_ended()
                 known = self._by_group[group] = ProcessGroup(group)

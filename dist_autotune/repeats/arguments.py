@@ -42,15 +42,6 @@ class Arguments:
                 (live.extend if isinstance(live, (list, deque)) else live.update)(saved)
 
 
-def is_repeatable(thunk: Callable[[], Any]) -> bool:
-    """Return whether a further run of a call would find its arguments."""
-    try:
-        Arguments(thunk)
-    except NotRepeatable:
-        return False
-    return True
-
-
 def refuse_iterators(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise NotRepeatable if an argument is an iterator, or in a container."""
     given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]

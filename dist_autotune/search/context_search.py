@@ -24,10 +24,10 @@ _NONE = frozenset[int]()
 
 
 class _FinalOrder(Struct, frozen=True, gc=False):
-    """The result of the order of trials, once the search is over."""
+    """The result of a `TrialOrder`, in its place once the search is over."""
 
-    most_tried: int
-    outside_indices: tuple[int, ...]
+    most: int
+    likely: frozenset[int]  # those that did not run
     untried: str
 
 
@@ -55,8 +55,7 @@ class ContextSearch:
         self.raced = len(raced)
         self._context, self._meanwhile = context, meanwhile
         self._told = announcement.times_by_key()
-        self._order: TrialOrder | None = None  # in which candidates are tried; None: all are
-        self._final_order: _FinalOrder | None = None  # in place of that order, once the search is over
+        self._order: TrialOrder | _FinalOrder | None = None  # in which candidates are tried; None: all are
         self._chosen: tuple[int | None, str] = None, ""  # the winner; why it is not the fastest
         self._ran = _NONE  # candidates that ran because the flow had asked for them
 
@@ -67,12 +66,12 @@ class ContextSearch:
         if self.flow is None:
             if sum(index not in context.banned for index in range(self.raced)) < 2:
                 self.raced, self.upgrade = len(context.digests), ""
-            self._order = self._final_order = None
+            order = self._order = None
             races_all = self.raced == len(context.digests)  # else some, after an upgrade
             if races_all and self.rules.tries_few(len(context.texts), is_choice=context.is_choice):
                 told = self._told, self._meanwhile, context.definition.fills
-                self._order = TrialOrder(context.key, context.texts, *told)
-            self.flow = self.rules.flow_of(self.raced, self._order, context.default)
+                order = self._order = TrialOrder(context.key, context.texts, *told)
+            self.flow = self.rules.flow_of(self.raced, order, context.default)
             self._resume(None)
             return
         context.trial = self.flow.index
@@ -172,8 +171,9 @@ class ContextSearch:
 
     def _let_go(self) -> None:
         """Drop the inputs of a search that is over, such as times of other keys: its context is kept."""
-        self._final_order = _FinalOrder(self.most_tried, self.outside_indices, self.untried)
-        self._order, self._ran, self._told, self._meanwhile = None, _NONE, {}, Meanwhile
+        if (order := self._order) is not None:
+            self._order = _FinalOrder(order.most, order.likely - self._ran or _NONE, order.untried)
+        self._ran, self._told, self._meanwhile = _NONE, {}, Meanwhile
 
     def _why_slower(self, tied: Container[int] | None) -> str:
         """Return why its search chose not the fastest; empty: it has. tied: None, where it tells none."""
@@ -195,16 +195,12 @@ class ContextSearch:
     @property
     def most_tried(self) -> int:
         """Return how many candidates its search tries at most."""
-        if self._final_order is not None:
-            return self._final_order.most_tried
         return self.raced if self._order is None else self._order.most
 
     @property
     def outside_indices(self) -> tuple[int, ...]:
         """Return the candidates that are not to be compiled now: not tried, or before."""
         context = self._context
-        if self._final_order is not None:
-            return self._final_order.outside_indices
         if self._order is None:
             return tuple(range(self.raced, len(context.digests)))
         wanted = self._order.likely - self._ran
@@ -240,9 +236,7 @@ class ContextSearch:
     def untried(self) -> str:
         """Return why candidates were not tried, once the search is over; empty: all were."""
         context = self._context
-        if self._final_order is not None:
-            return self._final_order.untried
-        return self._order.untried_text() if self._order is not None and context.settled else ""
+        return self._order.untried if self._order is not None and context.settled else ""
 
     @property
     def is_warmup(self) -> bool:

@@ -194,11 +194,8 @@ class FunctionState:
 
     def opening_with_results(self) -> Opening:
         """Return this rank's message when a session opens, with the results on its disk."""
-        opening = replace(self.opening(), offers=self.known.offered_at_opening())
-        left = self.guard.recover()
-        if self.known.ignores_known:
-            return opening
-        return replace(opening, crashes=left.crashes)
+        offers, crashes = self.known.offered_at_opening(), self.guard.recover().crashes
+        return replace(self.opening(), offers=offers, crashes={} if self.known.ignores_known else crashes)
 
     def open(self, order: Order) -> list[str]:
         """Begin the session that the order opens; return remarks for its log."""

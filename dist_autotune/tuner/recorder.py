@@ -134,7 +134,6 @@ class Recorder:
         for name, outcome in orders.run.outcomes.items():
             if outcome.index is not None and len(self._ranks) > 1:
                 self.write(decisions.agreed(run, orders.contexts[name], outcome))
-
         if orders.run.remark:
             self.write(Note(text=orders.run.remark))
 
@@ -196,10 +195,8 @@ def outcome_of(launched: Sequence[ContextOrder], error: BaseException | None) ->
 
 def _times(samples: Samples, part: Part | None) -> dict[str, Any]:
     """Return the time of the run that is reported, and the median so far: of a part, or of whole runs."""
-    ms = None if samples.sample is None else samples.sample.ms
-    if part is not None:
-        return {"ms": ms, "median_ms": part.ms}
-    return {"ms": ms, "median_ms": None if samples.report is None else samples.report.ms}
+    ms, report = None if samples.sample is None else samples.sample.ms, part or samples.report
+    return {"ms": ms, "median_ms": None if report is None else report.ms}
 
 
 def tuned_contexts(orders: Orders, registry: Registry, names: Iterable[str]) -> tuple[TunedContext, ...]:
@@ -225,17 +222,16 @@ def tuned_contexts(orders: Orders, registry: Registry, names: Iterable[str]) -> 
 
 def contexts_from_cache(registry: Registry) -> tuple[TunedContext, ...]:
     """Return the contexts that settled calls launch with a result from memory or disk, without a session."""
-    claimed = [each for each in registry.contexts if each.order is None and each.claim is not None]
+    unshared = [each for each in registry.contexts if each.order is None and len(each.texts) > 1]
     return tuple(
         TunedContext(
             kernel=context.identity.source.short_name,
             key=context.identity.key,
-            config=context.config_of(winner),
-            ms=ms,
+            config=context.config_of(claim[1]),
+            ms=claim[2],
             status="cached",
             key_text=context.identity.key_text,
         )
-        for context in claimed
-        for _, winner, ms in [context.claim or (0, "", None)]
-        if len(context.texts) > 1
+        for context in unshared
+        if (claim := context.claim) is not None
     )

@@ -11,14 +11,14 @@ from contextlib import AbstractContextManager
 from threading import get_ident
 from typing import Any
 
-from ..errors import NotTuned
+from ..errors import NotRepeatable, NotTuned
 from ..formatting import described
 from ..launch.fast_path import CallUnderWay
 from ..launch.rank_context import RankContext
 from ..options import Options
 from ..ranks.questions import Answer, CallCount
 from ..ranks.watchdog import Watch
-from ..repeats.arguments import is_repeatable
+from ..repeats.arguments import Arguments
 from . import diagnosis
 from .function_state import FunctionState
 
@@ -64,7 +64,11 @@ class SettledCalls:
 
     def drop_unrepeatable(self, call: CallUnderWay, thunk: Callable[[], Any]) -> None:
         """Leave new keys of a call untuned where a further run would not find its arguments."""
-        if call.new is not None and self._options.mode == "replay" and not is_repeatable(thunk):
+        if call.new is None or self._options.mode != "replay":
+            return
+        try:
+            Arguments(thunk)
+        except NotRepeatable:
             self.leave_untuned(call.new, "the call was given an iterator, which its run has used")
             call.new = None
 
@@ -92,9 +96,7 @@ class SettledCalls:
             count.begun -= 1
             count.end()
             raise
-        self._unanswered = self._unanswered + 1 if answer.is_late else 0
-        if not answer.opens:
-            self._tell(count, f"tuning anew waits: {answer.reason}", answer)
+        self._keep_answer(count, answer, "tuning anew waits")
         return answer.opens
 
     @property
@@ -134,12 +136,11 @@ class SettledCalls:
         self, state: FunctionState, count: CallCount, number: int, asking: Collection[RankContext]
     ) -> bool:
         answer = count.ask(number)
-        self._unanswered = self._unanswered + 1 if answer.is_late else 0
         self._asked.update(context.name for context in asking)
         if not answer.opens:
             self.leave_untuned(asking, answer.reason)
-            titles = ", ".join(sorted(context.title for context in asking))
-            self._tell(count, f"{titles} keeps its config: {answer.reason}", answer)
+        titles = ", ".join(sorted(context.title for context in asking))
+        self._keep_answer(count, answer, f"{titles} keeps its config")
         return answer.opens
 
     def end_failed(self, state: FunctionState, error: BaseException, *, asks_nobody: bool) -> None:
@@ -170,11 +171,13 @@ class SettledCalls:
         function = state.function
         return function.tunes and (function.is_alone or self._options.watch) and not asks_nobody
 
-    def _tell(self, count: CallCount, text: str, answer: Answer) -> None:
-        """Say once after a session, on stderr, which ranks have made how many calls."""
-        if self._told_of != count.session:
+    def _keep_answer(self, count: CallCount, answer: Answer, refused: str) -> None:
+        """Keep whether peers answer. Say once after a session, on stderr, what a refusal means, and why."""
+        self._unanswered = self._unanswered + 1 if answer.is_late else 0
+        if not answer.opens and self._told_of != count.session:
             self._told_of = count.session
             calls = ", ".join(f"rank {rank}: {calls}" for rank, calls in sorted(answer.calls.items()))
+            text = f"{refused}: {answer.reason}"
             counted = f". Calls since the last session: {calls}" if calls else ""  # lost with the store
             diagnosis.write_stuck(self._note, f"rank {count.rank}: {self._name}: {text}{counted}")
 

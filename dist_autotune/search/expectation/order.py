@@ -149,7 +149,8 @@ class TrialOrder:
         self._choose(min(wave, self.most - begun))
         return bool(self._wave)
 
-    def untried_text(self) -> str:
+    @property
+    def untried(self) -> str:
         """Return which candidates were not tried, and why; "": none."""
         out, means = {*self.tried, *self._failed}, self.expectation.means
         left = [mean for index, mean in enumerate(means) if index not in out]

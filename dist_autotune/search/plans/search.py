@@ -182,9 +182,8 @@ def replace_interfering(space: PlanSpace, plan: Plan) -> Search:
         half = names[: len(names) // 2] if gain else names
         others = {name: kernels[name].next_fastest for name in half}
         expected_ms = math.fsum(kernels[name].slower_ms(other) for name, other in others.items())
-        race = yield from race_plans(
-            f"spared, {half[0]} of {len(half)}", [plan, {**plan, **others}], SPARED_RUNS, 0
-        )
+        label, plans = f"spared, {half[0]} of {len(half)}", [plan, {**plan, **others}]
+        race = yield from race_plans(label, plans, SPARED_RUNS, 0)
         gained = race.gain(plan, expected_ms)
         if not gain:
             gain = gained
@@ -220,8 +219,7 @@ def _fastest_options(joint: Sequence[JointPlan], race: RaceResult) -> Plan:
     plans = [each.plan for each in joint]
     for _, plan in reversed(race.timed):
         options = joint[plans.index(plan)].options
-        changed = {name: index for name, index in options.items() if index != own[name]}
-        found |= changed
+        found |= {name: index for name, index in options.items() if index != own[name]}
     return found
 
 
@@ -255,12 +253,11 @@ def race_plans(
     if len(plans) < 2:
         return RaceResult(plans[0])
     flow = rounds(list(range(len(plans))), 0, runs, more_runs)
-    index = next(flow)
-    for number in itertools.count():
-        ms = yield AskedPlan(plans[index], f"{name}, plan {index}", follows_fit=not number)
+    index, is_first = next(flow), True
+    while True:
+        ms = yield AskedPlan(plans[index], f"{name}, plan {index}", follows_fit=is_first)
         try:
-            index = flow.send(ms)
+            index, is_first = flow.send(ms), False
         except StopIteration as stop:
             timed = sorted((ms, each) for each, ms in stop.value.ms.items() if math.isfinite(ms))
             return RaceResult(plans[stop.value], [(ms, plans[each]) for ms, each in timed])
-    raise AssertionError  # the count has no end

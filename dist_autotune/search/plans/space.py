@@ -64,7 +64,7 @@ class KernelLevels:
     @property
     def fullest(self) -> int:
         """Return the fastest candidate of the largest share."""
-        return min(self.ms, key=lambda index: (-round(self.share[index] / SHARE_STEP), self.ms[index], index))
+        return self.fullest_within(math.inf)
 
     @property
     def room_costs(self) -> float:
@@ -75,10 +75,8 @@ class KernelLevels:
 
     @property
     def next_fastest(self) -> int:
-        """Return the fastest candidate beside the incumbent, if there is another one."""
-        return min(
-            (i for i in self.ms if i != self.incumbent), key=self.ms.__getitem__, default=self.incumbent
-        )
+        """Return the fastest candidate beside the incumbent, of several."""
+        return min([*self.ms][1:], key=self.ms.__getitem__)
 
     def slower_ms(self, index: int) -> float:
         """Return the ms that its launches take longer with a candidate than with the incumbent."""
@@ -86,20 +84,16 @@ class KernelLevels:
 
     def fullest_within(self, share: float) -> int:
         """Return the candidate that takes most of the device, at most this share; else that with least."""
-        fits = [index for index, each in self.share.items() if each <= share + SHARE_STEP / 2]
-        if fits:
-            return min(
-                fits, key=lambda index: (-round(self.share[index] / SHARE_STEP), self.ms[index], index)
-            )
+        steps = {
+            i: -round(each / SHARE_STEP) for i, each in self.share.items() if each <= share + SHARE_STEP / 2
+        }
+        if steps:
+            return min(steps, key=lambda index: (steps[index], self.ms[index], index))
         return min(self.share, key=lambda index: (self.share[index], self.ms[index]))
 
 
 def levels_of(
-    name: str,
-    ms: Mapping[int, float],
-    share: Mapping[int, float],
-    incumbent: int,
-    launches: int = 1,
+    name: str, ms: Mapping[int, float], share: Mapping[int, float], incumbent: int, launches: int = 1
 ) -> KernelLevels:
     """Return the candidates of a context that the run judges, from their `ms` by launches.
 
@@ -129,11 +123,7 @@ def spread(values: Sequence[int], most: int) -> list[int]:
     """Return at most so many of the values, evenly spread, the last among them."""
     if len(values) <= most:
         return list(values)
-    return (
-        [values[math.ceil((number + 1) * len(values) / most) - 1] for number in range(most)]
-        if most > 0
-        else []
-    )
+    return [values[math.ceil((number + 1) * len(values) / most) - 1] for number in range(most)]
 
 
 class PlanSpace:

@@ -231,4 +231,4 @@ def test_of_a_key_that_takes_little_of_a_run_a_quarter_is_tried_and_below_1_perc
         if index is not None:
             order.tell(index, draws.uniform(0.05, 0.15))  # nothing is alike, so any may be the fastest
     assert len(order.tried) == tried
-    assert ("the key takes 0.9 % of a run at most" in order.untried_text()) == ("most" in meanwhile)
+    assert ("the key takes 0.9 % of a run at most" in order.untried) == ("most" in meanwhile)

@@ -19,9 +19,9 @@ def test_a_kernel_keeps_the_fastest_of_each_share_up_to_three_times_the_fastest(
     levels = levels_of("k", ms, SHARE, incumbent=0)
     assert list(levels.ms) == [0, 2, 3]
     assert levels.leaves_room
-    assert levels.within(0.8) == 2
-    assert levels.within(0.6) == 3
-    assert levels.within(0.1) == 3  # none is as small
+    assert levels.fullest_within(0.8) == 2
+    assert levels.fullest_within(0.6) == 3
+    assert levels.fullest_within(0.1) == 3  # none is as small
 
 
 def space_of(drawn):
