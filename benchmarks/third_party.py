@@ -1,7 +1,7 @@
 """A training script that knows nothing of dist_autotune, started five ways, each from empty caches.
 
-    python -m benchmarks.third_party [--nproc N] [--steps N] [--arms NAME...] [--search NAME] [--json FILE]
-                                     [-- SCRIPT ...]
+    python -m benchmarks.third_party [--nproc N] [--steps N] [--arms NAME...] [--turns N] [--search NAME]
+                                     [--json FILE] [-- SCRIPT ...]
 
     untuned      through `dist_autotune run`, DIST_AUTOTUNE_MODE=cached, no results: first configs, no trial
     stock        alone: triton.autotune benchmarks each key, on each rank by itself
@@ -16,8 +16,10 @@ the first, over the settled one, "runs" the steps until all was settled. An arm 
 end has no settled step. Losses of `restarted` and `pinned` run with the same configs: they must be equal in
 every bit. With several ranks the picks of `stock` are compared by kernel, in the order of their keys.
 
-Traps: arms run one after the other; only times of one arm's steps are close in time. `stock` may take long:
---limit-s ends it, and then its time is a bound.
+Traps: arms run one after the other, on a host that may be faster and slower in turns. With --turns N `tuned`
+and `restarted` run N times by turns, each restart for as many steps as the sessions before it, and a note has
+the mean step of each session over that of all restarts. `stock` may take long: --limit-s ends it, and then
+its time is a bound.
 """
 
 from __future__ import annotations
@@ -92,12 +94,15 @@ class Arms:
     """Starts the arms in a directory of their own."""
 
     def __init__(self, directory: Path, options: argparse.Namespace) -> None:
-        self.directory, self.options = directory, options
+        self.top, self.options = directory, options
+        self.directory = directory  # of the turn
+        self.restarted_steps = SHORT_STEPS
 
-    def start(self, arm: str) -> Ended:
+    def start(self, arm: str, turn: int = 1) -> Ended:
         """Run an arm to its end."""
+        self.directory = self.top / str(turn)
         place = self.directory / arm
-        place.mkdir()
+        place.mkdir(parents=True)
         prepare = getattr(self, f"_prepare_{arm}")
         command, variables = prepare(place)
         environment = {
@@ -116,18 +121,20 @@ class Arms:
             begin += ["-m", "torch.distributed.run", *ranks, "--log-dir", str(output), "--redirects", "3"]
         with (output / "stdout.log").open("w") as file:
             trouble = run_limited([*begin, *command], environment, self.options.limit_s, file)
-        return read(place, trouble)
+        ended = read(place, trouble)
+        if arm == "tuned" and self.options.turns > 1:
+            self.restarted_steps = max(SHORT_STEPS, ended.runs)
+        return ended
 
-    def _script(self, *, is_long: bool = False) -> list[str]:
+    def _script(self, steps: int = SHORT_STEPS) -> list[str]:
         program = self.options.script or [str(SCRIPT)]
-        steps = self.options.steps if is_long else min(self.options.steps, SHORT_STEPS)
-        return [*program, "--steps", str(steps)]
+        return [*program, "--steps", str(min(self.options.steps, steps))]
 
     def _prepare_stock(self, place: Path) -> tuple[list[str], dict[str, str]]:
         return self._script(), {}
 
     def _prepare_tuned(self, place: Path) -> tuple[list[str], dict[str, str]]:
-        return [*RUN, "--search", self.options.search, *self._script(is_long=True)], {}
+        return [*RUN, "--search", self.options.search, *self._script(self.options.steps)], {}
 
     def _prepare_untuned(self, place: Path) -> tuple[list[str], dict[str, str]]:
         return [*RUN, *self._script()], {"DIST_AUTOTUNE_MODE": "cached"}
@@ -136,7 +143,7 @@ class Arms:
         bundle = self.directory / "bundle.json"
         cache("export", str(bundle), results=self.directory / "tuned/cache")
         cache("import", str(bundle), results=place / "cache")
-        return [*RUN, "--search", self.options.search, *self._script()], {}
+        return [*RUN, "--search", self.options.search, *self._script(self.restarted_steps)], {}
 
     def _prepare_pinned(self, place: Path) -> tuple[list[str], dict[str, str]]:
         cache("export", "--format", "triton", str(place / "triton"), results=self.directory / "tuned/cache")
@@ -230,6 +237,12 @@ def notes(arms: dict[str, Ended]) -> list[str]:
         differ, keys = disagreements(stock.picks)
         if len(stock.picks) > 1:
             said.append(f"Stock Triton's ranks pick differently on {differ} of {keys} keys.")
+    restarts = [ended for name, ended in arms.items() if name.startswith("restarted")]
+    for name, ended in arms.items():
+        same = [each.ms[1 : ended.runs] for each in restarts if each.ms[1:]]
+        if name.startswith("tuned") and ended.is_settled and ended.runs > 1 and same:
+            ratio = statistics.fmean(ended.ms[1 : ended.runs]) / statistics.fmean(map(statistics.fmean, same))
+            said.append(f"{name}: a step of its {ended.runs} takes {ratio:.3f} of one of the restarts.")
     if {"restarted", "pinned"} <= arms.keys():
         ours, theirs = arms["restarted"].losses, arms["pinned"].losses
         equal = "equal in every bit" if ours and ours == theirs else "NOT equal"
@@ -242,17 +255,26 @@ def main() -> int:
     parser.add_argument("--nproc", type=int, default=1, help="ranks of each arm")
     parser.add_argument("--steps", type=int, default=800, help="of tuned; the other arms make 40 at most")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="in this order")
+    parser.add_argument("--turns", type=int, default=1, help="of tuned and restarted, one after the other")
     parser.add_argument("--search", default="auto", help="of tuned and restarted: auto, racing or expected")
     parser.add_argument("--limit-s", type=float, default=900.0, help="for each arm")
     parser.add_argument("script", nargs="*", help="and its arguments, after --")
     add_record_options(parser)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="third-party-") as name:
-        arms = Arms(Path(name), options)
+    with tempfile.TemporaryDirectory(prefix="third-party-") as top:
+        arms = Arms(Path(top), options)
         ended = {}
-        for arm in filter(options.arms.__contains__, ARMS):
-            ended[arm] = arms.start(arm)
-            print("  ".join(map(" ".join, zip(COLUMNS, row(arm, ended[arm]), strict=True))), flush=True)
+        turns = [(arm, 1) for arm in ARMS if arm in options.arms]
+        turns += [
+            (arm, turn)
+            for turn in range(2, options.turns + 1)
+            for arm in ("tuned", "restarted")
+            if arm in options.arms
+        ]
+        for arm, turn in turns:
+            name = arm if turn == 1 else f"{arm} {turn}"
+            ended[name] = arms.start(arm, turn)
+            print("  ".join(map(" ".join, zip(COLUMNS, row(name, ended[name]), strict=True))), flush=True)
     machine, plan = (
         Machine(options.nproc),
         Plan(warm_ups=0, iterations=options.steps, limit_s=options.limit_s),

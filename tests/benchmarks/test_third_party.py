@@ -49,13 +49,17 @@ def run_forked(command: Sequence[str], environment: dict[str, str], limit_s: flo
 def test_a_script_is_tuned_and_its_bundle_leaves_nothing_to_try(tmp_path: Path, monkeypatch) -> None:
     script, record = tmp_path / "train.py", tmp_path / "record.json"
     script.write_text(SCRIPT)
-    options = ["--steps", "30", "--search", "expected", "--arms", "tuned", "restarted", "--json", str(record)]
+    options = ["--steps", "20", "--search", "expected", "--turns", "2", "--json", str(record)]
     monkeypatch.setattr(third_party, "run_limited", run_forked)
-    monkeypatch.setattr(sys, "argv", ["third_party", *options, "--", str(script)])
+    monkeypatch.setattr(sys, "argv", ["", *options, "--arms", "tuned", "restarted", "--", str(script)])
 
     assert third_party.main() == 0
-    arms = json.loads(record.read_text())["arms"]
-    assert [len(arm["ms"]) for arm in arms.values()] == [30, 30]
+    told = json.loads(record.read_text())
+    arms, notes = told["arms"], told["table"]["notes"]
+    assert {name: len(arm["ms"]) for name, arm in arms.items()} == dict.fromkeys(
+        ["tuned", "restarted", "tuned 2", "restarted 2"], 20
+    )
+    assert [" of one of the restarts" in note for note in notes] == [True, True]
     assert len({tuple(arm["losses"]) for arm in arms.values()}) == 1  # a block's size changes no bit here
     (report,) = arms["tuned"]["reports"]
     assert len(report["contexts"][0]["timings"]) == 2
