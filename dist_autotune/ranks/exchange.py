@@ -233,7 +233,10 @@ class Exchanges:
         def write(store: Any) -> bytes:
             missing = tuple(r for r in self._others if not store.check([f"{number}/{r}"])) or (self._leader,)
             names = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {list(missing)}"
-            text = f"Rank {self._rank} waited {wait.timeout_s:g} s for {names} to agree on {what}."
+            text = (
+                f"Rank {self._rank} waited {wait.timeout_s:g} s for {names} to agree on {what}. Find the "
+                f"first failure in the output of {names}; if there is none, raise timeout_s=."
+            )
             if is_aside:
                 waited_s = min(wait.timeout_s, wait.patience_s)
                 text = f"{names} made no call of it within {waited_s:.3g} s, so {what} counts for no rank"

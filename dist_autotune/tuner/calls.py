@@ -295,7 +295,7 @@ class Calls:
         state, session = self.state, self._session
         timeout_s = self._options.timeout_s if state is None else state.function.timeout_s
         patience_s = math.inf if session is None else session.patience_s
-        wait = ExchangeWait("the opening of a session", timeout_s, patience_s)
+        wait = ExchangeWait(f"the opening of a session of {self._name}", timeout_s, patience_s)
         group.mark_idle(between_calls=False)
         try:
             return group.take_turn(turns, turn, wait)

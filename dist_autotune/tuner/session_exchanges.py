@@ -95,7 +95,8 @@ class SessionExchanges(abc.ABC):
         what: names the exchange in errors. of_run: if a peer's run has failed, the next call goes on.
         """
         try:
-            wait = ExchangeWait(what or message.sent_at, self.function.timeout_s, self.patience_s)
+            what = what or f"{message.sent_at} of {self.function.name}"
+            wait = ExchangeWait(what, self.function.timeout_s, self.patience_s)
             sent, received, seconds = self.state.exchange(message, wait)
         except BaseException as error:
             self._leave_exchange(error, of_run=of_run)
