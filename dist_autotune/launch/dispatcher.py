@@ -57,6 +57,9 @@ class Dispatcher:
         # By context and form, a launch to compile candidates for; dropped at the end of the run.
         self.to_preflight: dict[RankContext, dict[Any, tuple[Binding, Launch]]] = {}
         self.announced: dict[str, None] = {}  # lines about operations of the runs, each once
+        self._failed: dict[
+            tuple[str, str], str
+        ] = {}  # settled launches, once: (context, candidate) -> reason
         self._known_choices = KnownChoices()
         self._registry, self._clock, self._guard = registry, clock, guard
         self._compiling, self._note, self._written = compiling, note, written
@@ -230,7 +233,7 @@ class Dispatcher:
         call.settled.clear()
         with self._lock:  # threads may launch it at once; its replacement has not failed
             if not call.tunes or (context.stage is Stage.SETTLED and is_out_of_memory(error)):
-                if context.failures.setdefault(candidate, reason) is reason:  # the first one
+                if self._failed.setdefault((context.name, candidate), reason) is reason:  # the first one
                     what = f"{context.title}: {config_label(context.texts[candidate])}"
                     self._note(f"{what} failed in a settled launch, another stands in: {reason}")
             else:
@@ -270,7 +273,8 @@ class Dispatcher:
         """Raise NotTuned in the strict mode unless the candidate is the tuned one."""
         if self.function.is_strict and candidate != (winner := context.tuned):
             about, kernel_id = context.identity, self._registry.names.alias(context.identity.kernel)
-            failure = {**context.failures, **context.bans}.get(winner or "", NO_CONFIG_OF_LAUNCH)
+            failed = self._failed.get((context.name, winner or ""), NO_CONFIG_OF_LAUNCH)
+            failure = context.bans.get(winner or "", failed)
             raise self._registry.known.not_tuned(about, kernel_id, winner or "", failure)
 
     def _binding(self, call: CallUnderWay, launch: Launch) -> Binding:

@@ -93,7 +93,6 @@ class RankContext:
     bindings: list[Binding] = field(default_factory=list)
     bans: dict[str, str] = field(default_factory=dict)  # candidates that failed here, with reasons
     reported_bans: frozenset[str] = frozenset()  # candidates whose ban the peers know
-    failures: dict[str, str] = field(default_factory=dict)  # candidates whose settled launch failed once
     run: RunLaunches = field(default_factory=RunLaunches)
     shares: dict[str, int] = field(default_factory=dict)  # candidate -> thousandths of the SMs that it holds
     fills: Fills = field(default_factory=dict)  # config's text -> the part of the SMs' time it fills
