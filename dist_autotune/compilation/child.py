@@ -18,11 +18,11 @@ import time
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from .processes import computed_by, end, fork, has_ended
-from .workers import STANDS_STILL, STDERR_BYTES, STILL_S, Foreman, Work, crash_text
+from .processes import computed_by, end, fork, has_ended, shared_file
+from .workers import NO_WORKER, STANDS_STILL, STDERR_BYTES, STILL_S, WALL_FACTOR, Foreman, Work, crash_text
 
 POLL_S = 5e-3  # between looks at children
-STOOD_STILL = "a process stood still"
+STOOD_STILL, NO_FORK = "a process stood still", "a forked process can fork no other"
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,10 @@ class Child:
         self._computed: int | None = None  # when last looked; None: it was computing
         self._moved = time.monotonic()  # when it was last seen to
         self._paused: float | None = None  # since when
-        self._report = os.memfd_create("child-report")  # how it went
-        self._stderr = os.memfd_create("child-stderr")
+        self._report = shared_file("child-report")  # how it went
+        self._stderr = self._report  # until it has its own
         try:
+            self._stderr = shared_file("child-stderr")
             self._pid = fork(self._run)
         except BaseException:
             self._close()
@@ -59,30 +60,36 @@ class Child:
         endings = self._new_endings()
         if self._left and not has_left:
             return endings
+        code, said = self._end()
+        if self._left:
+            known = {STANDS_STILL: STOOD_STILL, NO_WORKER: NO_FORK}
+            self.why_left = known.get(code or 0) or crash_text("the compiler", code, said)
+        return endings
+
+    def _end(self) -> tuple[int | None, str]:
+        """End the child and its workers; return its exit code, where known, and what stood in its stderr."""
         self.is_over = True
         try:
             code = end(self._pid)
-            said = os.pread(self._stderr, STDERR_BYTES, 0)
+            said = os.pread(self._stderr, STDERR_BYTES, 0).decode(errors="replace")
         finally:
             self._close()
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            sys.stderr.write(said.decode(errors="replace"))  # where it would have gone without a child
-        if self._left:
-            crash = crash_text("the compiler", code, said.decode(errors="replace"))
-            self.why_left = STOOD_STILL if code == STANDS_STILL else crash
-        return endings
+            sys.stderr.write(said)  # where it would have gone without a child
+        return code, said
 
     def _new_endings(self) -> list[tuple[int, Ending]]:
         """Return the endings that have been reported since the last look."""
         endings = []
-        report = io.BytesIO(os.pread(self._report, os.fstat(self._report).st_size, 0)[self._read :])
-        read = 0
-        with contextlib.suppress(EOFError, pickle.UnpicklingError):  # the rest is not written yet
+        unread = os.fstat(self._report).st_size - self._read
+        report, read = io.BytesIO(os.pread(self._report, unread, self._read)), 0
+        with contextlib.suppress(Exception):  # the rest is not written yet, or never: its writer was killed
             while True:
                 place, reason, result = pickle.load(report)
-                endings.append((place, Ending(reason, result=result)))
-                self._left.discard(place)
                 read = report.tell()
+                if place in self._left:  # else a worker was killed that had told
+                    self._left.discard(place)
+                    endings.append((place, Ending(reason, result=result)))
         self._read += read
         return endings
 
@@ -110,9 +117,13 @@ class Child:
     def wait(self) -> Ending:
         """Return how the only piece of work ends."""
         endings: list[tuple[int, Ending]] = []
+        last = time.monotonic() + self._work.limit_s * WALL_FACTOR + STILL_S  # somebody has stopped it
         try:
             while not (self.is_over or self.stands_still()):
+                is_last = time.monotonic() > last
                 endings += self.poll()
+                if is_last:
+                    break
                 time.sleep(0.0 if self.is_over else POLL_S)
         finally:
             self.kill()
@@ -121,13 +132,12 @@ class Child:
     def kill(self) -> None:
         """End the child and its workers; a forked child of this process leaves them alone."""
         if os.getpid() == self._parent and self._report >= 0:
-            self.is_over, self.why_left = True, STOOD_STILL
-            end(self._pid)
-            self._close()
+            self.why_left = STOOD_STILL
+            self._end()
 
     def _close(self) -> None:
-        os.close(self._report)
-        os.close(self._stderr)
+        for file in {self._report, self._stderr}:
+            os.close(file)
         self._report = -1
 
     def _run(self) -> NoReturn:
@@ -136,5 +146,7 @@ class Child:
         try:
             os.dup2(self._stderr, 2)
             code = Foreman(self._work, self._report, self._parent).run()
+        except (OSError, RuntimeError):
+            code = NO_WORKER
         finally:
             os._exit(code)

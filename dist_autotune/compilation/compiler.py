@@ -21,7 +21,7 @@ from .. import settings
 from ..triton_api.launch import Launch, load_kernel
 from . import preflight
 from .binaries import has_binary, why_not_shared
-from .child import POLL_S, Child
+from .child import NO_FORK, POLL_S, STOOD_STILL, Child
 from .preflight import Compilation, keeping_reason
 from .workers import Work
 
@@ -30,7 +30,7 @@ BACKGROUND_SHARE = 0.5
 FORMS = 8  # of a context: the candidates are compiled for so many; further ones by their launches
 LOADING_SHARE = 0.25  # that loading may add to the time from run to run; one candidate in any case
 REPEATS = 2  # of a candidate that a child has left, as it stood still
-GRACE_S = 0.5  # for a child to end that has written its binary, on a busy machine
+PEERS_S = 0.5  # between looks for peers' binaries, of 35 us each; who has written one has told it by the next
 TOO_LATE = "not compiled: the candidates together took longer than the peers wait"
 BY_RANK = "compiled in this process, without a limit"
 COMPILED, FROM_PEERS, CACHED, FAILED = "compiled", "from_peers", "cached", "failed"
@@ -136,7 +136,7 @@ class _Task:
     turn: int  # among the candidates of a context: 0 is this rank's share
     child: Child | None = None  # which compiles it, or will
     repeats: int = 0  # as its child has left it
-    found: float = math.inf  # when its binary was first seen, while the child ran
+    is_found: bool = False  # its binary was there at the last look, while the child ran
     is_compiled: bool = False
 
 
@@ -166,6 +166,7 @@ class Compiler:
         # Why this process compiles; empty: children do.
         self._no_child_because = "no limit is set" if options.limit_s <= 0 else why_not_shared()
         self._advanced: float | None = None  # when `advance` has last ended
+        self._looked = -math.inf  # when it was last looked for peers' binaries
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -280,8 +281,10 @@ class Compiler:
 
     def _compile(self) -> None:
         """Note what children have compiled, and begin one for what waits."""
+        looks = self._options.local_ranks > 1 and time.monotonic() - self._looked > PEERS_S
+        self._looked = time.monotonic() if looks else self._looked
         for child, tasks in list(self._children.items()):
-            self._look_at(child, tasks)
+            self._look_at(child, tasks, looks=looks)
         to_compile = self._to_compile()
         waiting = [task for task in to_compile if task.child is None]
         own = min(len(to_compile) - len(waiting), self._options.workers)
@@ -289,7 +292,7 @@ class Compiler:
         if free > 0:
             self._begin([task for task in waiting if task.turn == waiting[0].turn], free)
 
-    def _look_at(self, child: Child, tasks: list[_Task]) -> None:
+    def _look_at(self, child: Child, tasks: list[_Task], *, looks: bool) -> None:
         for place, ending in child.poll():
             if tasks[place].child is child:
                 self._end(tasks[place], FAILED if ending.reason else COMPILED, ending.reason)
@@ -300,14 +303,20 @@ class Compiler:
         for task in tasks:
             if task.child is child and child.is_over:
                 self._leave_to_another(task, child.why_left)
-            elif task.child is child and self._options.local_ranks > 1 and has_binary(task.compilation.key):
-                task.found = min(task.found, time.monotonic())
-                if time.monotonic() - task.found > GRACE_S:
+            elif looks and task.child is child and has_binary(task.compilation.key):
+                if task.is_found:
                     self._end(task, FROM_PEERS)
+                task.is_found = True
 
     def _leave_to_another(self, task: _Task, why: str) -> None:
-        """Let another child compile what one has left; the third one that leaves it has failed."""
+        """Let another child compile what one has left; what the third leaves has failed.
+
+        Where no child can do anything, this process compiles.
+        """
         task.child, task.repeats = None, task.repeats + 1
+        if why == NO_FORK or (why == STOOD_STILL and task.repeats > REPEATS):
+            self._no_child_because = f"no child ({why})"
+            return
         counts = self._waiting[task.context].counts
         counts.remark = counts.remark or f"{why}; another has compiled the rest"
         if task.repeats > REPEATS:
@@ -316,17 +325,17 @@ class Compiler:
     def _begin(self, tasks: list[_Task], workers: int) -> None:
         """Begin a child that compiles these, without those that a peer has; no child: `_load` compiles."""
         if not self._no_child_because:
-            there = [task for task in tasks if has_binary(task.compilation.key)]
-            tasks = [task for task in tasks if task not in there]
-            for task in there:
-                self._end(task, FROM_PEERS)
+            for task in tasks:
+                if has_binary(task.compilation.key):
+                    self._end(task, FROM_PEERS)
+            tasks = [task for task in tasks if not task.is_compiled]
             options = self._options
             work = Work(
                 pieces=[task.compilation.compile for task in tasks],
                 limit_s=options.limit_s,
                 workers=lambda own: min(workers, options.workers_now(own)),
                 yields=options.in_background,
-                moves=[place for place, task in enumerate(tasks) if task.repeats < REPEATS],
+                moves=range(len(tasks)) if all(task.repeats < REPEATS for task in tasks) else (),
             )
             try:
                 if tasks:

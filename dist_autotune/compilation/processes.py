@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import gc
 import os
@@ -16,6 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 REAP_S = 5.0  # a killed process that the kernel holds on to is left after this
+
+
+def shared_file(name: str) -> int:
+    """Return a file in memory in which what several processes write at a time stands one after the other."""
+    file = os.memfd_create(name)
+    fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # writes at a shared offset would meet: it is not locked
+    return file
 
 
 def fork(run: Callable[[], NoReturn]) -> int:

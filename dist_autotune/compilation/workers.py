@@ -16,7 +16,6 @@ import pickle
 import re
 import resource
 import signal
-import struct
 import sys
 import time
 from collections.abc import Callable, Container, Sequence
@@ -26,7 +25,7 @@ from typing import Any, NoReturn
 from triton import knobs
 
 from .config_failures import config_failure
-from .processes import computed_by, end_worker, flush
+from .processes import computed_by, end_worker, flush, shared_file
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4  # prctl(2)
 LOOK_S = 50e-3  # between looks at workers
@@ -35,12 +34,12 @@ REASON_CHARACTERS = 1000  # of a failure's text
 STDERR_BYTES = 1 << 20  # of the compiler's own words: more is cut off
 WALL_FACTOR = 10  # times its limit that a piece of work may last that yields the cores
 PRIORITY = 10  # nice(2) of such work: a tenth of a core that one other thread wants
-STANDS_STILL = 77  # exit code, where a worker does
+WORKER_S = 10.0  # that a worker computes before it is asked anew whether there may be one
+STANDS_STILL, NO_WORKER = 77, 78  # exit codes: a worker does; none can be forked
 
 _LIBC = ctypes.CDLL(None)  # loaded here: a forked process only calls it
 _JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTTOU)
 _ERROR_LINE = re.compile(r"(?:LLVM ERROR|Assertion|error:|fatal).*", re.IGNORECASE)
-_PLACE = struct.Struct("i")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +62,9 @@ class Work:
     def crash_text(self, code: int, stderr: str) -> str:
         """Return how a piece ended that has ended its worker."""
         if code == -signal.SIGXCPU:
-            return self.late_text
+            what = "the hook did not end" if self.is_cut_off else "did not compile"
+            return f"{what} within {self.limit_s:g} s"
         return crash_text("the hook" if self.is_cut_off else "the compiler", code, stderr)
-
-    @property
-    def late_text(self) -> str:
-        what = "the hook did not end" if self.is_cut_off else "did not compile"
-        return f"{what} within {self.limit_s:g} s"
 
 
 @dataclass
@@ -80,7 +75,6 @@ class _Worker:
     lasted_s: float = 0.0  # that piece
     still_s: float = 0.0  # without computing
     computed: int | None = None  # ticks, when last looked; None: it was computing
-    is_late: bool = False
 
 
 class Foreman:
@@ -94,12 +88,14 @@ class Foreman:
         _close_files(report)
         self._work, self._report = work, report
         self._workers: dict[int, _Worker] = {}  # by process id
-        self._under_way = mmap.mmap(-1, _PLACE.size * len(work.pieces))  # by slot: a place, plus 1
-        self._left, given = os.pipe2(os.O_NONBLOCK)  # the places of pieces that nobody has taken
-        os.write(given, b"".join(map(_PLACE.pack, range(len(work.pieces)))))
+        self._stderr = os.dup(2)
+        # By slot, the place of the piece under way; -1: none.
+        self._under_way = memoryview(mmap.mmap(-1, 4 * len(work.pieces))).cast("i")
+        self._taken = os.memfd_create("pieces-taken")  # so many as its offset, which all workers share
+        self._again: list[int] = []  # places of pieces that were taken and not begun
 
     def run(self) -> int:
-        """Return this process's exit code when all is done."""
+        """Return this process's exit code when all is done; raises OSError where it can fork no worker."""
         looked = time.monotonic()
         while True:
             while self._begin():
@@ -116,94 +112,99 @@ class Foreman:
 
     def _begin(self) -> bool:
         """Begin a worker, where there may be one and a piece is left; return whether."""
-        own = len(self._workers)
-        place = self._take() if own < max(self._work.workers(own), 1) else None
+        own, foreman = len(self._workers), os.getpid()
+        if own >= max(self._work.workers(own), 1):
+            return False
+        place = self._again.pop() if self._again else self._take()
         if place is None:
             return False
-        stderr, foreman = os.memfd_create("worker-stderr"), os.getpid()
-        self._set(place, place)
-        pid = os.fork()
+        stderr = -1
+        try:
+            stderr = shared_file("worker-stderr")
+            self._under_way[place] = place
+            pid = os.fork()
+        except (OSError, RuntimeError):  # RuntimeError: of a hook
+            if stderr >= 0:
+                os.close(stderr)
+            self._again.append(place)
+            if not own:
+                raise
+            return False  # fewer do it
         if pid == 0:
             self._do_pieces(place, stderr, foreman)
         self._workers[pid] = _Worker(place, stderr, place)
         return True
 
     def _look_at(self, pid: int, worker: _Worker, lasted_s: float) -> None:
-        if (place := self._get(worker.slot)) != worker.place:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if (place := self._under_way[worker.slot]) != worker.place:
             worker.place, worker.lasted_s = place, 0.0
         worker.lasted_s += lasted_s
         most_s = self._work.limit_s * (WALL_FACTOR if self._work.yields else 1)
-        if worker.lasted_s > most_s and not worker.is_late:
-            worker.is_late = True
-            end_worker(pid)
-        ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             self._end(pid, worker, os.waitstatus_to_exitcode(status))
-            return
-        computed, sleeps = computed_by(pid)
-        if not sleeps or computed is None or computed != worker.computed:
-            worker.computed, worker.still_s = computed, 0.0
-        worker.still_s += lasted_s
+        elif worker.lasted_s > most_s:
+            end_worker(pid)
+            self._end(pid, worker, -signal.SIGXCPU)
+            if (begun := self._under_way[worker.slot]) not in (place, -1):  # just now
+                self._again.append(begun)
+        else:
+            computed, sleeps = computed_by(pid)
+            if not sleeps or computed is None or computed != worker.computed:
+                worker.computed, worker.still_s = computed, 0.0
+            worker.still_s += lasted_s
 
     def _end(self, pid: int, worker: _Worker, code: int) -> None:
         """Tell how the piece ended with which a worker has ended, if it was one."""
         del self._workers[pid]
         said = os.pread(worker.stderr, STDERR_BYTES, 0)
         os.close(worker.stderr)
-        os.write(2, said)
-        if (place := self._get(worker.slot)) >= 0:
-            text = self._work.crash_text(code, said.decode(errors="replace"))
-            self._tell(place, self._work.late_text if worker.is_late else text)
+        os.write(self._stderr, said)
+        if worker.place >= 0:
+            self._tell(worker.place, self._work.crash_text(code, said.decode(errors="replace")))
 
     def _tell(self, place: int, reason: str, result: Any = None) -> None:
+        """Tell how a piece has ended; what was told of it first counts."""
         os.write(self._report, pickle.dumps((place, reason, result)))
 
     def _take(self) -> int | None:
         """Take a piece that nobody has taken, and return its place; None: none is left."""
-        try:
-            return int(_PLACE.unpack(os.read(self._left, _PLACE.size))[0])
-        except BlockingIOError:
-            return None
-
-    def _set(self, slot: int, place: int) -> None:
-        _PLACE.pack_into(self._under_way, _PLACE.size * slot, place + 1)
-
-    def _get(self, slot: int) -> int:
-        return int(_PLACE.unpack_from(self._under_way, _PLACE.size * slot)[0]) - 1
+        place = os.lseek(self._taken, 1, os.SEEK_CUR) - 1
+        return place if place < len(self._work.pieces) else None
 
     # -- in a worker
 
-    def _do_pieces(self, place: int | None, stderr: int, foreman: int) -> NoReturn:
-        """Do the piece at `place`, and others as long as some are left."""
-        slot, code = place or 0, 1
+    def _do_pieces(self, slot: int, stderr: int, foreman: int) -> NoReturn:
+        """Do the piece that stands in a slot, and others as long as some are left."""
+        place: int | None = slot
+        code = 1
         try:
             _die_with(foreman)
-            told = os.dup(2)
+            _be_expendable()
             os.dup2(stderr, 2)
             if self._work.is_cut_off:
                 _close_standard_files()
             while place is not None:
-                self._set(slot, place)
-                self._do(place, told)
-                self._set(slot, -1)
-                place = self._take()
+                _limit_computing(self._work.limit_s)  # of its helpers, too
+                self._under_way[slot] = place
+                self._do(place)
+                self._under_way[slot] = -1
+                place = self._take() if time.process_time() < WORKER_S else None
             code = 0
         finally:
             os._exit(code)
 
-    def _do(self, place: int, told: int) -> None:
-        """Do a piece. told: the file that gets what it says; in `stderr` stands what the next one says."""
+    def _do(self, place: int) -> None:
+        """Do a piece, tell how it has ended, and empty stderr for the next one."""
         reason, result = "", None
         try:
-            _limit_computing(self._work.limit_s)  # of its helpers, too
             result = self._work.pieces[place]()
         except BaseException as error:
             reason = (config_failure(error) or "")[:REASON_CHARACTERS]
         flush()
         if said := os.pread(2, STDERR_BYTES, 0):
-            os.write(told, said)
+            os.write(self._stderr, said)
             os.ftruncate(2, 0)
-            os.lseek(2, 0, os.SEEK_SET)
         self._tell(place, reason, result if self._work.is_cut_off else None)
 
 
@@ -233,7 +234,6 @@ def _leave_job(parent: int, *, yields: bool) -> None:
         os.setpriority(os.PRIO_PROCESS, 0, max(PRIORITY, os.getpriority(os.PRIO_PROCESS, 0)))
     else:
         os.setsid()
-    _LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # the whole rank is not to be written to a core file
     signal.set_wakeup_fd(-1)  # of an event loop of the rank's
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for job_signal in _JOB_SIGNALS:
@@ -250,6 +250,13 @@ def _die_with(parent: int) -> None:
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _be_expendable() -> None:
+    """Let this process end first where memory runs out, and write no core file: it would hold the rank."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")
+    _LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # after that, the file is root's
 
 
 def _limit_computing(limit_s: float) -> None:

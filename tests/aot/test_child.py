@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import itertools
 import os
 import signal
 import threading
@@ -13,7 +14,7 @@ import pytest
 from triton.runtime.errors import OutOfResources
 
 from dist_autotune.compilation import workers
-from dist_autotune.compilation.child import STOOD_STILL, Child, Ending
+from dist_autotune.compilation.child import NO_FORK, STOOD_STILL, Child, Ending
 from dist_autotune.compilation.workers import Work
 
 
@@ -94,6 +95,37 @@ def test_what_waits_for_a_lock_of_the_fork_ends_all_for_another_fork_or_has_its_
     assert (told, waiting.why_left) == (
         ([], STOOD_STILL) if moves else (["did not compile within 2 s"] * 2, "")
     )
+
+
+def test_there_may_be_more_pieces_than_a_pipe_holds():
+    told = endings(child(*[int] * 20_000, workers=lambda own: 4))
+    assert sorted(told) == [(place, Ending()) for place in range(20_000)]
+
+
+@pytest.mark.parametrize(("refused", "told"), [([1], 3), (range(9), 0)], ids=["the second", "each"])
+def test_where_workers_are_refused_fewer_compile_and_none_is_banned(monkeypatch, refused, told):
+    rank, forks, fork = os.getpid(), itertools.count(), os.fork
+
+    def refusing() -> int:
+        if os.getpid() != rank and next(forks) in refused:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return fork()
+
+    monkeypatch.setattr(os, "fork", refusing)
+    few = child(*[list] * 3, workers=lambda own: 2)
+    assert sorted(endings(few)) == [(place, Ending()) for place in range(told)]
+    assert few.why_left == ("" if told else NO_FORK)
+
+
+def test_what_ends_a_worker_that_has_told_is_no_ending(monkeypatch):
+    def tells_and_dies(foreman: Any, *ending: Any) -> None:
+        tell(foreman, *ending)
+        if os.getppid() != rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    rank, tell = os.getpid(), workers.Foreman._tell
+    monkeypatch.setattr(workers.Foreman, "_tell", tells_and_dies)
+    assert endings(child(list, list)) == [(0, Ending()), (1, Ending())]
 
 
 def test_a_child_that_is_paused_is_not_late():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dist_autotune.compilation import compiler, preflight
-from dist_autotune.compilation.child import Ending
+from dist_autotune.compilation.child import NO_FORK, STOOD_STILL, Ending
 from dist_autotune.compilation.compiler import CompileOptions, Compiler, CompileState
 from dist_autotune.compilation.preflight import Compilation, Planned
 from dist_autotune.compilation.workers import Work
@@ -204,6 +204,26 @@ def test_loading_adds_a_quarter_of_the_time_from_run_to_run_and_one_candidate_in
     world.seconds += 10.0
     world.advance()
     assert context.compile.left == 0
+
+
+@pytest.mark.parametrize(("why", "times"), [(NO_FORK, 1), (STOOD_STILL, 3)])
+def test_where_no_child_can_do_anything_this_process_compiles(world, why, times):
+    context = world.want("a", "a1")
+    for _ in range(times):
+        world.advance()
+        world.children["a1"].leave(why)
+    world.advance()
+    assert (world.loaded, context.bans) == (["a1"], {})
+
+
+def test_a_process_that_stands_still_ends_no_child_with_a_candidate_that_two_have_left(world):
+    world.want("a", "a1")
+    for _ in range(2):
+        world.advance()
+        world.children["a1"].leave(STOOD_STILL)
+    world.want("b", "b1")
+    world.advance()
+    assert (world.children["a1"].keys, world.moves) == (["a1", "b1"], [])
 
 
 def test_where_nothing_can_be_forked_this_process_compiles_a_candidate_a_run(world, monkeypatch):
