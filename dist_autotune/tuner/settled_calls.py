@@ -82,7 +82,7 @@ class SettledCalls:
     def begin(self, state: FunctionState, *, retunes: bool) -> bool:
         """Begin a call of several ranks; return whether all open a session in it. retunes: this one is to.
 
-        A Ctrl-C while it asks is raised: the call is not made.
+        A Ctrl-C while it asks is raised: the call is not made, and the next one asks again.
         """
         if (count := state.call_count) is None:
             return False
@@ -95,6 +95,7 @@ class SettledCalls:
         except BaseException:
             count.begun -= 1
             count.end()
+            count.is_called = True  # the next call asks the same: peers may have opened a session
             raise
         self._keep_answer(count, answer, "tuning anew waits")
         return answer.opens

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from kernels_for_tests import Bench, Mine, launch, numbers
 from operation_runs import on_ranks
-from rank_programs import run_until_settled, settled_step, tune
+from rank_programs import ending, run_until_settled, settled_step, tune, wait_for
 
 from dist_autotune.ranks import questions
 from ranks import assert_all_ok, meet, run_ranks
@@ -50,8 +50,8 @@ def test_a_key_that_one_rank_meets_keeps_its_config_and_is_told_as_untuned(rank)
         sizes.append(8)
     took_s = [timed(step) for _ in range(5)]
     untuned = step.untuned
-    settled = step.settled
-    assert settled
+    dist.barrier()  # until then both are there to answer
+    assert step.settled
     assert max(took_s) < WAIT_S
     assert set(bench.blocks(n=8)) <= {32}
     if rank == 1:
@@ -181,6 +181,25 @@ def test_retune_is_taken_up_by_all_ranks_in_one_call(retuning, meets):
     calls = assert_all_ok(run_ranks(program, 2))
     assert calls[0] == calls[1]
     assert calls[0] == 1 or len(retuning) == 1
+
+
+def test_a_rank_that_is_interrupted_while_it_asks_tunes_in_its_next_call_with_its_peers():
+    def interrupted(self, letter, ended):
+        self.do(lambda store: letter.arrive(store, ended))
+        raise KeyboardInterrupt
+
+    def program(rank):
+        step, bench, _ = settled_step()
+        if rank == 0:
+            step.retune()
+        else:
+            wait_for(lambda: step._calls.state.call_count.is_called)
+            with mock.patch.object(questions.Questions, "answer", interrupted):
+                assert ending(step) == "KeyboardInterrupt: "
+        step()
+        return 16 in bench.blocks(), step.settled
+
+    assert assert_all_ok(run_ranks(program, 2)) == [(True, True)] * 2
 
 
 def test_a_peer_that_is_gone_costs_its_waits_only():
