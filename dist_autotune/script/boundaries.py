@@ -154,8 +154,8 @@ class NamedCalls:
             )
         self._name, self._module, self._path = name, found[1], found[2].split(".")
         self.missing = (
-            f"no module {self._module} was imported, where --step {name} is to be. In the script itself, use "
-            "StepTuner or contextual_autotune"
+            f"the program imported no module {self._module}, which --step {name} names. Name one that it "
+            "imports; in the script itself, use StepTuner or contextual_autotune"
         )
         self._under_way: list[None] = []  # one for each call under way, also of itself or on other threads
 
@@ -179,7 +179,10 @@ class NamedCalls:
             function = inspect.getattr_static(owner, last)
         except AttributeError:
             path = ".".join(self._path)
-            raise InvalidOption(f"--step {self._name!r}: {self._module} has no {path}") from None
+            raise InvalidOption(
+                f"--step {self._name!r}: the module {self._module} has no {path}; name a function or method "
+                "of it"
+            ) from None
         is_own = last in vars(owner)
         if isinstance(function, staticmethod | classmethod):
             setattr(owner, last, type(function)(self._ending(function.__func__, end_run)))

@@ -238,7 +238,10 @@ class Winners:
 
     def warn_unwritable(self, directory: Path, reason: str) -> None:
         """Warn, once in a process, that the directory or one in it cannot be written."""
-        text = "Winners are not kept on disk, and what kills the process twice is not banned."
+        text = (
+            "Winners are not kept on disk, and a candidate that kills the process twice is not banned. Set "
+            "DIST_AUTOTUNE_CACHE_DIR to a directory that can be written."
+        )
         self._warn(f"Cannot write the cache in {directory}: {reason}. {text}", about="writing")
 
     def _warn(self, text: str, about: str = "") -> None:

@@ -164,7 +164,7 @@ def test_a_function_that_never_ended_a_run_is_told_with_the_reason(module):
     named = NamedCalls(f"{module}:works")
     with named.watched(lambda: None):
         assert named.missing.startswith(
-            "no module stepping was imported, where --step stepping:works is to be"
+            "the program imported no module stepping, which --step stepping:works names"
         )
         import stepping  # noqa: F401
 
