@@ -24,6 +24,8 @@ OF_ONE_WAY["GemmReduceScatter, by stores"] = STORING_SUMS
 OF_ONE_WAY["AllGatherGemm, by stores"] = GATHERING_BY_STORES
 OF_ONE_WAY["MoEReduceScatter, by stores"] = STORING_CHOSEN
 WITH_COLLECTIVES = {name: runs for name, runs in EVERY.items() if name != "GemmAllReduce"}
+WAYS = {name: (runs, {}) for name, runs in (EVERY | OF_ONE_WAY).items()}  # to open each, with what options
+WAYS |= {f"{name}, by collectives": (runs, {"collective": True}) for name, runs in WITH_COLLECTIVES.items()}
 
 
 def each(table):

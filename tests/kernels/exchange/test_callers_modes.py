@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from every_operation import EVERY, OF_ONE_WAY, WITH_COLLECTIVES
+from every_operation import EVERY, WAYS
 from operation_runs import on_ranks
 from process_defaults import odd_defaults
 
 MODES = (torch.inference_mode, torch.no_grad, torch.enable_grad)
-WAYS = {name: (runs, {}) for name, runs in (EVERY | OF_ONE_WAY).items()}
-WAYS |= {f"{name}, by collectives": (runs, {"collective": True}) for name, runs in WITH_COLLECTIVES.items()}
 
 
 @pytest.mark.parametrize(("runs", "options"), WAYS.values(), ids=WAYS)

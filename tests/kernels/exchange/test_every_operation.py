@@ -8,7 +8,7 @@ from itertools import cycle
 import pytest
 import torch
 from dense_runs import GatheringByMail, ScatteringSums
-from every_operation import EVERY, OF_ONE_WAY, WITH_COLLECTIVES, each
+from every_operation import EVERY, OF_ONE_WAY, WAYS, WITH_COLLECTIVES, each
 from expert_runs import Scattering
 from operation_runs import cases_of, on_ranks, values
 from operations import (
@@ -69,11 +69,7 @@ def test_ranks_of_different_candidates_may_be_late_and_the_group_a_subset(rank, 
     return late | cases_of((late_pushes, in_a_subset), rank, runs)
 
 
-ALONE = {name: (runs, {}) for name, runs in (EVERY | OF_ONE_WAY).items()}
-ALONE |= {f"{name}, by collectives": (runs, {"collective": True}) for name, runs in WITH_COLLECTIVES.items()}
-
-
-@pytest.mark.parametrize(("runs", "options"), ALONE.values(), ids=ALONE)
+@pytest.mark.parametrize(("runs", "options"), WAYS.values(), ids=WAYS)
 def test_one_rank_needs_no_process_group(runs, options):
     with runs.alone(20, 16, **options) as op:
         runs.poison(op)
