@@ -28,8 +28,8 @@ SUMS = {"HAS_RESIDUAL": False, "NORM": False, "ROW": 1}
 NORMS = {"HAS_RESIDUAL": True, "NORM": True}
 
 
-def compile_candidate(config, target=HOPPER, world=8, columns=COLUMNS, kernel=pull.add_rows, **values):
-    of_end = SUMS if config.kwargs["BLOCK_N"] else {**NORMS, "ROW": columns}
+def compile_candidate(config, target=HOPPER, world=8, kernel=pull.add_rows, **values):
+    of_end = SUMS if config.kwargs["BLOCK_N"] else {**NORMS, "ROW": COLUMNS}
     of_kernel = {"OWNER": False} if kernel is pull.add_rows else {"PACK": 2, "SENT": False}
     names = kernel.fn.arg_names
     return compile_for(
@@ -118,12 +118,12 @@ OF_PRODUCTS = {
 }
 
 
-def compile_product(config, step=sending.LARGEST_STEP, target=HOPPER):
+def compile_product(config):
     return compile_for(
-        target,
+        HOPPER,
         sending.multiply_and_send.fn,
         OF_PRODUCTS,
-        {"WORLD": 8, "STEP_K": step, **config.kwargs},
+        {"WORLD": 8, "STEP_K": sending.LARGEST_STEP, **config.kwargs},
         any_value=("rows", "capacity", "size_class", "rank"),
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -40,8 +41,7 @@ class Fences:
     @contextlib.contextmanager
     def around_operations(self) -> Iterator[None]:
         """Fence what operations allocate, and let go of it at the end: operations are closed behind it."""
-        before = SymmetricMemory.allocate, SymmetricMemory.hold
-        allocate, hold = before
+        allocate, hold = SymmetricMemory.allocate, SymmetricMemory.hold
 
         def fenced(memory: SymmetricMemory, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
             beside = FENCE_BYTES // dtype.itemsize
@@ -58,12 +58,9 @@ class Fences:
             hold(memory, tensor)  # not all who ask for it use what is returned
             return hold(memory, self.copy_of(tensor)) if is_plain else tensor
 
-        SymmetricMemory.allocate, SymmetricMemory.hold = fenced, held  # type: ignore[method-assign]
-        try:
+        with mock.patch.multiple(SymmetricMemory, allocate=fenced, hold=held):
             yield
-        finally:
-            SymmetricMemory.allocate, SymmetricMemory.hold = before  # type: ignore[method-assign]
-            self._rooms.clear()
+        self._rooms.clear()
 
     def broken(self) -> int:
         """Return how many canaries are gone."""

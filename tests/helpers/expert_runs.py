@@ -266,7 +266,7 @@ def routed_layers(rank, tokens, kind, dtype=HALF, scattering=SCATTERING, **optio
     return errors
 
 
-def sorted_rows(rank, shape, candidates, dtype=HALF, **options):
+def sorted_rows(rank, shape, candidates):
     """Scatter rows that are sorted by expert, where TMA can address them and where it cannot.
 
     Return the errors, and for each call whether TMA was said to be able to. Rows of dropped choices are NaN.
@@ -278,22 +278,22 @@ def sorted_rows(rank, shape, candidates, dtype=HALF, **options):
     )
     GATHERING.begin(rank)
     with (
-        GATHERING.open(max(tokens), 8, dtype, **options) as up,
-        SCATTERING.open(max(tokens), n, dtype, **options) as down,
+        GATHERING.open(max(tokens), 8, HALF) as up,
+        SCATTERING.open(max(tokens), n, HALF) as down,
     ):
         for candidate in candidates:
             SCATTERING.begin(rank, candidate)
             SCATTERING.poison(down)
             ids = random_choices(tokens[rank], experts, topk)
             weights = torch.rand(ids.shape, device=device())
-            x, first = randoms(len(ids), 8, dtype=dtype), randoms(experts, 8, 8, dtype=dtype)
+            x, first = randoms(len(ids), 8), randoms(experts, 8, 8)
             _, routing = up.route(x, first, ids, weights, tokens=tokens)
-            room = torch.full((len(routing.rows), k + 1), float("nan"), dtype=dtype, device=device())
+            room = torch.full((len(routing.rows), k + 1), float("nan"), dtype=HALF, device=device())
             at_odd_addresses, kept = room[:, 1:], int(routing.ends[-1])
-            at_odd_addresses[:kept] = randoms(kept, k, dtype=dtype)
+            at_odd_addresses[:kept] = randoms(kept, k)
             by_choice = torch.empty_like(at_odd_addresses)
             by_choice[routing.rows.long()] = at_odd_addresses
-            second = randoms(experts, n, k, dtype=dtype)
+            second = randoms(experts, n, k)
             for y in (at_odd_addresses.contiguous(), at_odd_addresses):
                 out = down.by_expert(y, second, routing)
                 errors.append(SCATTERING.error_ratio(out, by_choice, second, ids, weights))

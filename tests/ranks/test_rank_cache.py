@@ -3,7 +3,6 @@
 import json
 import shutil
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,10 +23,6 @@ def fill(world_size, ms_of_rank=lambda rank: {16: 3.0, 32: 1.0, 64: 2.0}):
     """Let ranks tune and leave their entries behind."""
     results = run_ranks(lambda rank: tune_on_disk(rank, ms_of_rank(rank)), world_size)
     assert {result[2] for result in assert_all_ok(results)} == {"tuned"}
-
-
-def entries(rank) -> list[Path]:
-    return sorted(own_cache(rank).glob("*.json"))
 
 
 # Times under which 16 would win, were anything timed at all.

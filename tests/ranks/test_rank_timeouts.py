@@ -82,10 +82,8 @@ def test_a_rank_that_is_told_to_terminate_in_the_middle_of_a_run_releases_its_pe
             return y
 
         step = tune(bench, thunk, timeout_s=TIMEOUT_S if handled else IN_TIME_S)
-        try:
-            end = ending(step)
-        finally:
-            assert is_outside()
+        end = ending(step)
+        assert is_outside()
         return end
 
     results = run_ranks(program, 3)

@@ -58,10 +58,6 @@ def test_a_word_that_nobody_has_sent_is_of_no_call_when_their_numbers_begin_anew
         return [reduce_error_ratio(op(a, weight), a, weight)]
 
 
-def tuned(layer, **options):
-    return contextual_autotune(layer, is_dist=True, max_runs=4, cache=False, log_dir=None, **options)
-
-
 @on_ranks(3)
 def test_ways_differ_in_no_bit(rank):
     REDUCING[None].begin(rank)
@@ -136,7 +132,8 @@ def test_settled_calls_with_a_norm_and_without_take_ways_of_their_own_and_wait_f
 def test_the_way_is_tuned_once_for_a_class_of_rows(rank):
     keys, counts, weight = set(), [], torch.zeros(24, 16, dtype=HALF, device=device())
     with GemmAllReduce(17, 24, HALF) as op:
-        layer = tuned(lambda a: op(a, weight))
+        options = {"is_dist": True, "max_runs": 4, "cache": False, "log_dir": None}
+        layer = contextual_autotune(lambda a: op(a, weight), **options)
         for rows in (9, 10, 17):
             layer(torch.zeros(rows, 16, dtype=HALF, device=device()))
             keys |= {each.key for each in layer.report.contexts if each.kernel == "gemm_ar way"}

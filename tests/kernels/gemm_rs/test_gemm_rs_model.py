@@ -274,12 +274,10 @@ def test_a_tile_of_any_width_is_added_up(variant, warps):
 # ---- that the model finds what it is there to find
 
 
-def fails(variant: str = "cooperative", *, stores: bool = False, seeds: int = 12) -> str:
+def fails(*, stores: bool = False, seeds: int = 12) -> str:
     scenes = functools.partial(Scene, 3, 1, 11, 20, 5, late=True, stores=stores)
     options = {"programs": 3, "buffers": 2}
-    return gluon_model.first_failure(
-        lambda seed: reduce_scatter(scenes(seed=seed), variant, **options), seeds
-    )
+    return gluon_model.first_failure(lambda seed: reduce_scatter(scenes(seed=seed), **options), seeds)
 
 
 def test_a_count_of_what_has_only_been_read_is_found(monkeypatch):

@@ -1,4 +1,4 @@
-"""That choices are sorted as the tables say, whatever they are; that hosts tell each other their tokens."""
+"""That choices are sorted as the tables say, whatever they are."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from dist_autotune.kernels.moe import routing
 from dist_autotune.kernels.moe.announcer import TOPK_SPAN
 from dist_autotune.kernels.moe.launch import HEIGHTS
 from dist_autotune.kernels.moe.plan import LOWEST, Plan
-from dist_autotune.kernels.moe.routing import EXCHANGED, digest_of
+from dist_autotune.kernels.moe.routing import digest_of
 from dist_autotune.kernels.signals import GIVEN_UP, Failure, read_failure
 
 CAPACITY = 24  # tokens of a rank
@@ -36,27 +36,18 @@ class Routed:
     failures: list[Failure | None]
 
 
-def route(
-    ids, experts, *, rank=0, first=0, by_first=False, told=None, peers_told=None, exchanged=(False, False),
-    is_shared=False, stages=None,
-) -> Routed:  # fmt: skip
-    """Sort `ids`, a matrix for each rank, as `rank` would whose peers have all told their choices.
-
-    `told`, and for its peers `peers_told`, are the tokens of all ranks as the hosts know them, or `exchanged`
-    says that this host, and those of its peers, have told each other.
-    """
+def route(ids, experts, *, rank=0, first=0, by_first=False, is_shared=False, stages=None) -> Routed:
+    """Sort `ids`, a matrix for each rank, as `rank` would whose peers have all told their choices."""
     world, topk = len(ids), ids[0].shape[1]
     tokens = tuple(len(part) for part in ids)
-    stride = CAPACITY * topk
+    stride, told = CAPACITY * topk, is_shared + digest_of(tokens)
     everyone = torch.full((world * stride,), 10**6, dtype=torch.int64)  # what nobody chose is no expert
     flags, errors = torch.zeros(FLAGS, world, dtype=torch.int32), torch.zeros(world, dtype=torch.int64)
     for peer, part in enumerate(ids):
         everyone[peer * stride : peer * stride + part.numel()] = part.reshape(-1)
         if peer != rank:
             flags[ROWS_SENT.value, peer] = tokens[peer] * TOPK_SPAN.value + topk
-            flags[GIVEN.value, peer] = is_shared + (
-                EXCHANGED.value if exchanged[1] else digest_of(tokens if peers_told is None else peers_told)
-            )
+            flags[GIVEN.value, peer] = told
     plan = Plan(
         world_size=world,
         experts=experts,
@@ -69,11 +60,9 @@ def route(
     for tensor in vars(plan).values():
         if isinstance(tensor, torch.Tensor):
             tensor.fill_(-(10**9))
-    known = tokens if told is None else told
-    pairs = sum(known) * topk
+    pairs = sum(tokens) * topk
     plan.sort(
-        everyone, flags, errors, pairs=pairs, topk=topk, stride=stride, tokens=tokens[rank],
-        told=is_shared + (EXCHANGED.value if exchanged[0] else digest_of(known)),
+        everyone, flags, errors, pairs=pairs, topk=topk, stride=stride, tokens=tokens[rank], told=told,
         rank=rank, first=first, patience_ticks=1, weights=weights_of(everyone) if is_shared else None,
     )  # fmt: skip
     all_ids = torch.cat(ids).reshape(-1).tolist()

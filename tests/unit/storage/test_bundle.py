@@ -20,8 +20,8 @@ EVIDENCE = Evidence(
 )
 
 
-def with_evidence(winner: str = "c1", **key: object) -> Entry:
-    return structs.replace(entry(winner, **key), evidence=EVIDENCE)
+def with_evidence(**key: object) -> Entry:
+    return structs.replace(entry(**key), evidence=EVIDENCE)
 
 
 def written(path: Path, *entries: Entry) -> Path:
