@@ -93,9 +93,7 @@ class _StepHooks:
         self._steps, self._end_run = steps, end_run
         self._at_start = self._recorded()  # while it is that: no forward pass tells series apart
         self._forward = -1  # how far autograd had recorded operations before the last step
-        self._backwards: set[int] = (
-            set()
-        )  # backward passes, the outer one and those in it, that have had steps
+        self._backwards = set[int]()  # backward passes, the outer one and those in it, that have had steps
         self._ends = False
 
     def before(self, *_: Any) -> None:

@@ -76,9 +76,7 @@ class KnownResults:
         self.function, self.disk, self.orders = function, disk, orders
         self.ignores_known = False  # retune(): what memory and disk hold does not count
         self.looks_on_disk = False
-        self.store = escaped(
-            f"{socket.gethostname()}:{disk.directory}"
-        )  # what one rank of a host writes for all
+        self.store = escaped(f"{socket.gethostname()}:{disk.directory}")  # one rank of a host writes for all
         self.stores = True  # this rank does
         self._offers: Offers = {}  # disk entries that all ranks use
         self._of_kernels: dict[str, tuple[list[Entry], Offers]] = {}  # all entries on disk, by kernel

@@ -176,9 +176,7 @@ class NumberedCalls(Operation):
         is_first = not self._broken_by
         if is_first:
             self._broken_by = f"call {self._calls} was not carried out: {error!r}"
-        if (
-            isinstance(error, PeerTimeout) and is_first
-        ):  # a third rank is late: each peer finds that by itself
+        if isinstance(error, PeerTimeout) and is_first:  # a third rank is late: each peer finds that itself
             self._leave_hosts()
         elif self.world_size > 1:
             if is_first:

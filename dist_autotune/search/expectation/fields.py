@@ -44,9 +44,8 @@ def by_place(times: Mapping[str, float], texts: Sequence[str], *, fills: bool) -
     return {index: filled(ms) for index, ms in known.items()} if fills else known
 
 
-_FIELD = re.compile(
-    r"""(\w+)"?: ((?:'[^']*'|\([^)]*\)|\[[^\]]*\]|[^,}])*)"""
-)  # of a config's text, or of JSON
+# Of a config's text, or of JSON.
+_FIELD = re.compile(r"""(\w+)"?: ((?:'[^']*'|\([^)]*\)|\[[^\]]*\]|[^,}])*)""")
 
 
 def texts_by_field(text: str) -> dict[str, str]:

@@ -47,10 +47,7 @@ class Expectation:
 
     def __init__(self, likeness: Likeness, *, rest: float = _UNTOLD_REST, noise: float = _NOISE) -> None:
         self._likeness, self.means = likeness, np.zeros(likeness.count)
-        self.keys, self.told = (
-            0,
-            frozenset[int](),
-        )  # other keys that tell, and the candidates that they tell of
+        self.keys, self.told = 0, frozenset[int]()  # other keys that tell, and the candidates they tell of
         self._noise, self._prior_rest = noise, rest**2 * (1 - _APART)
         self._own = np.full(likeness.count, noise**2 + rest**2 * _APART)
         self._patterns = np.empty((0, likeness.count))  # how the rests of told keys vary together
