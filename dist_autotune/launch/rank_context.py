@@ -216,41 +216,31 @@ class RankContext:
         tries_few: the search tries only candidates that are fast by their times. is_online: only the first
         is compiled until the key's share of a step is known.
         """
-        before = self.first_candidate
+        before, key, texts = self.first_candidate, self.identity.key_text, self.texts
         if (upgrade := known.upgrade or before.upgrade) is not None:
             self.first_candidate = replace(before, upgrade=upgrade, nearest_key="", digest=upgrade[2][0])
             return
-        key, texts = self.identity.key_text, self.texts
         winners = {other: winner for other, winner in known.winners.items() if winner in texts}
         nearest = next(iter(by_distance(key, winners)), "")
         expected, has_new_times = before.expected, before.other_times != known.told
         if has_new_times:
             text = best_start(key, texts.values(), known.told, self.fills if is_alone else UNKNOWN)
             expected = next((each for each, own in texts.items() if text and own == text), "")
-        first = expected or winners.get(nearest, "")
-        self.first_candidate = replace(
-            before,
-            digest=first,
-            nearest_key=nearest if first == winners.get(nearest) else "",
-            other_times=known.told,
-            expected=expected,
-        )
+        first, unlikely = expected or winners.get(nearest, ""), before.unlikely
         if has_new_times and tries_few:
-            unlikely = self._unlikely(known.told, is_online)
-            self.first_candidate = replace(self.first_candidate, unlikely=unlikely)
-
-    def _unlikely(self, other_times: TimesByKey, is_online: bool) -> set[str]:
-        """Return the candidates that are slow by the times of other keys, or not to be tried yet."""
-        candidates, now = self.candidates, Meanwhile(is_online=is_online)
-        key, texts = self.identity.key_text, [*candidates.values()]
-        likely = TrialOrder(key, texts, other_times, lambda: now, self.fills).likely
-        return {each for index, each in enumerate(candidates) if index not in likely}
+            candidates, now = self._candidates(first), Meanwhile(is_online=is_online)
+            order = TrialOrder(key, [*candidates.values()], known.told, lambda: now, self.fills)
+            unlikely = {each for index, each in enumerate(candidates) if index not in order.likely}
+        nearest_key = nearest if first == winners.get(nearest) else ""
+        self.first_candidate = FirstCandidate(first, nearest_key, None, known.told, expected, unlikely)
 
     @property
     def candidates(self) -> dict[str, str]:
         """Return the candidates with their texts, the first one of the context first."""
-        first, texts = self.first_candidate.digest, dict(self.texts)
-        return {first: texts[first], **texts} if first else texts
+        return self._candidates(self.first_candidate.digest)
+
+    def _candidates(self, first: str) -> dict[str, str]:
+        return {first: self.texts[first], **self.texts} if first else dict(self.texts)
 
     @property
     def outside_race(self) -> set[str]:

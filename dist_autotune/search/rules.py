@@ -40,11 +40,6 @@ class Rules:
         """Return whether contexts judged by whole runs are searched as plans; else they take turns."""
         return self.search in ("racing", "expected")
 
-    @property
-    def expects(self) -> bool:
-        """Return whether expected times alone decide which candidates are tried."""
-        return self.search == "expected" and self.objective == "kernel"
-
     def tries_few(self, candidates: int, *, is_choice: bool = False) -> bool:
         """Return whether a search of so many candidates tries a few, chosen by their expected times.
 
@@ -56,7 +51,8 @@ class Rules:
         if by_launches and self.mode == "online":
             return True
         fewest = EXPECTED_FROM if by_launches else MANY + 1
-        return candidates > AT_LEAST and (self.expects or candidates >= fewest)
+        is_always = self.search == "expected" and self.objective == "kernel"
+        return candidates > AT_LEAST and (is_always or candidates >= fewest)
 
     def flow_of(self, candidates: int, order: TrialOrder | None = None, default: int = 0) -> RunningFlow:
         """Return a search by the option's strategy; with an `order` one that tries a few.

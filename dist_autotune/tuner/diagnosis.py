@@ -115,24 +115,16 @@ def _warn_once(about: str, text: str) -> None:
 
 
 def warn_of_ranks_alone(name: str, *, is_dist: bool) -> None:
-    """Warn once where each of several ranks tunes for itself."""
-    (warn_of_missing_group if is_dist else warn_of_missing_is_dist)(name)
-
-
-def warn_of_missing_is_dist(name: str) -> None:
-    """Warn once that the ranks of a process group tune each for itself."""
-    if dist.is_available() and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
+    """Warn once if the ranks tune each for itself: without `is_dist`, or for want of a process group."""
+    in_group = dist.is_available() and dist.is_initialized()
+    if not is_dist and in_group and (ranks := dist.get_world_size()) > 1:
         _warn_once(
             "is_dist",
             f"{name} is tuned without is_dist=True in a group of {ranks} ranks: each makes its own number of "
             "runs and picks its own configs, so kernels that wait for peers hang. Pass is_dist=True; if each "
             "rank should tune alone, silence this with warnings.filterwarnings.",
         )
-
-
-def warn_of_missing_group(name: str) -> None:
-    """Warn once that the ranks that were started tune each for itself, for want of a process group."""
-    if (ranks := settings.world_size()) > 1 and not (dist.is_available() and dist.is_initialized()):
+    if is_dist and not in_group and (ranks := settings.world_size()) > 1:
         _warn_once(
             "group",
             f"{name} has is_dist=True, and {ranks} ranks were started (WORLD_SIZE={ranks}), but there is no "
@@ -147,14 +139,10 @@ def changed_in_place(name: str, found: str, *, has_run: bool) -> str:
 
     has_run: a settled run that met a new key came before; its effects stay beside those of the first run.
     """
-    ended = (
-        "the call, which had met a new key, ended with two runs"
-        if has_run
-        else "the call ended with its first run"
-    )
+    call, runs = ("call, which had met a new key,", "two runs") if has_run else ("call", "its first run")
     return (
         f"{name} changes {found}, in place: a second run with the same configs left other values. They were "
-        f"put back, {ended}, and its keys stay untuned until retune(). Name the "
+        f"put back, the {call} ended with {runs}, and its keys stay untuned until retune(). Name the "
         'tensor in preserve=, or in restore_value of the kernel, or use mode="online".'
     )
 

@@ -213,8 +213,7 @@ class Session(SessionExchanges):
         """Return the order that opens a session."""
         state = self.state
         while True:
-            report = state.opening_with_results()
-            order = self._exchange(report)
+            order = self._exchange(state.opening_with_results())
             assert order.opening is not None
             if not order.opening.drops:
                 return order

@@ -183,11 +183,9 @@ class Pace:
     def cost(self) -> Cost:
         """Return the cost of the session so far."""
         last_s = self._beyond(self.step_s)
-        trials_s, compiling_s = (
-            max(0.0, self._beyond_s[kind] + last_s[kind]) for kind in (StepKind.TRIAL, StepKind.COMPILING)
-        )
-        exchanges_s = self._exchanges_s + max(0.0, self._beyond_s[StepKind.QUIET] + last_s[StepKind.QUIET])
-        return Cost(trials_s, compiling_s, exchanges_s, self._made)
+        spent_s = {kind: max(0.0, beyond_s + last_s[kind]) for kind, beyond_s in self._beyond_s.items()}
+        exchanges_s = self._exchanges_s + spent_s[StepKind.QUIET]
+        return Cost(spent_s[StepKind.TRIAL], spent_s[StepKind.COMPILING], exchanges_s, self._made)
 
     def count_gain(self, gain_s: float) -> None:
         """Count the cost of steps with the first configs: each so much longer than one with the winners."""
@@ -196,9 +194,8 @@ class Pace:
 
     def pays_back(self) -> bool:
         """Return whether another step is to be made, as too much was spent by the last trial; count it."""
-        owes = (
-            self.is_felt and self._repaid < MOST_REPAID and (len(self._since_quiet) > 1 or self._owed_s > 0)
-        )
+        owes = self.is_felt and self._repaid < MOST_REPAID
+        owes = owes and (len(self._since_quiet) > 1 or self._owed_s > 0)
         self._repaid += owes * (1 + self.steps_apart)
         return owes
 

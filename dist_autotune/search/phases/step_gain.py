@@ -39,16 +39,12 @@ class StepGain(Struct, frozen=True):
         gain_ms = self.before_ms - self.after_ms
         return gain_ms if abs(gain_ms) > self.noise_ms else 0.0
 
-    def pays_off_after(self, cost_s: float) -> int | None:
-        """Return the number of steps whose gain pays for tuning; None: there is no gain."""
-        return math.ceil(1e3 * cost_s / self.gain_ms) if self.gain_ms > 0 else None
-
     def text(self, cost_s: float) -> str:
         """Return the times, and the number of steps after which tuning pays off."""
         times = f"step {format_ms(self.before_ms)} -> {format_ms(self.after_ms)} ms"
         medians = f"{times} (medians of {self.steps} interleaved steps each)"
-        if (steps := self.pays_off_after(cost_s)) is not None:
-            return f"{medians}, pays off after {steps:,} steps"
+        if self.gain_ms > 0:
+            return f"{medians}, pays off after {math.ceil(1e3 * cost_s / self.gain_ms):,} steps"
         if self.gain_ms < 0:
             return f"{medians}: slower than with the first configs"
         return f"{medians}: no gain beyond the noise of {format_ms(self.noise_ms)} ms"
