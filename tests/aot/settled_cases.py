@@ -140,20 +140,10 @@ def with_all(fields: dict[str, Any]) -> list[triton.Config]:
 GATHERING_PLAINLY = GatheringRows(consumer="plain", pieces=1)
 SUMS = _of_runs(SCATTERING_SUMS, of_scatter, "abc", [BY_TMA, BY_POINTERS], BY_TMA_OTHERS)
 WITH_DESCRIPTORS = {
-    "AllGatherGemm": _of_runs(
-        GATHERING_PLAINLY,
-        of_gather,
-        "bc",
-        [BY_TMA, BY_POINTERS],
-        BY_TMA_OTHERS,
-    ),
+    "AllGatherGemm": _of_runs(GATHERING_PLAINLY, of_gather, "bc", [BY_TMA, BY_POINTERS], BY_TMA_OTHERS),
     "GemmReduceScatter": SUMS,
     "AllGatherMoE": _of_runs(
-        GATHERING,
-        ag_moe,
-        "bc",
-        with_all({"BY_ARRIVAL": True}),
-        with_fields(OTHER_TILES, BY_ARRIVAL=False),
+        GATHERING, ag_moe, "bc", with_all({"BY_ARRIVAL": True}), with_fields(OTHER_TILES, BY_ARRIVAL=False)
     ),
     "MoEReduceScatter": _of_runs(
         SCATTERING,

@@ -39,11 +39,7 @@ OF_BACKWARD = {"BY_COLUMNS": True, "HAS_ADDEND": True}
 FURTHER = {
     "gather, a weight by columns": (GATHER, GATHER.candidates[0], {"BY_COLUMNS": True}),
     "gather, float16": (GATHER, GATHER.candidates[0], {"types": in_type(GATHER, "fp16")}),
-    "gather, sizes of one": (
-        GATHER,
-        GATHER.candidates[0],
-        {"WORLD": 1, "TMA_LEGAL": False, **ONES},
-    ),
+    "gather, sizes of one": (GATHER, GATHER.candidates[0], {"WORLD": 1, "TMA_LEGAL": False, **ONES}),
     "gather, sizes of one, by pointers": (
         GATHER,
         GATHER.candidates[-1],

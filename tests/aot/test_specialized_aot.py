@@ -102,10 +102,7 @@ GATHER = SpecializedKernel(
     specialized_all_gather_gemm,
     gathering.CANDIDATES,
     blocks_of,
-    {
-        **{"flags_ptr": "*i32", "errors_ptr": "*i64"},
-        **dict.fromkeys(OF_A_CALL, "i32"),
-    },
+    {**{"flags_ptr": "*i32", "errors_ptr": "*i64"}, **dict.fromkeys(OF_A_CALL, "i32")},
     (*SCALED, "bias_ptr"),
     {"ACTIVATION": NO_ACTIVATION},
 )

@@ -277,10 +277,7 @@ def sorted_rows(rank, shape, candidates):
         legal.append(given["A_TMA_LEGAL"]) or launch_of(*args, **given)
     )
     GATHERING.begin(rank)
-    with (
-        GATHERING.open(max(tokens), 8, HALF) as up,
-        SCATTERING.open(max(tokens), n, HALF) as down,
-    ):
+    with GATHERING.open(max(tokens), 8, HALF) as up, SCATTERING.open(max(tokens), n, HALF) as down:
         for candidate in candidates:
             SCATTERING.begin(rank, candidate)
             SCATTERING.poison(down)

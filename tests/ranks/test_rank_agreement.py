@@ -88,12 +88,7 @@ def test_wall_clocks_that_differ_by_hours_and_jump_have_no_effect(monkeypatch):
             bench, lambda: launch(bench.kernel({16: 1.0, 32: 9.0, 64: 9.0}), x), cache=f"cache-{rank}"
         )
         again()
-        return (
-            context.timings,
-            statuses_of(step),
-            blocks_of(again),
-            statuses_of(again),
-        )
+        return (context.timings, statuses_of(step), blocks_of(again), statuses_of(again))
 
     zero, one, two = assert_all_ok(run_ranks(program, 3))
     assert zero == one == two

@@ -153,10 +153,7 @@ def test_a_run_ends_when_the_named_function_has_returned(module, path, call):
     ("path", "reason"), [("Model.missing", "stepping has no Model.missing"), ("number", "7 is no function")]
 )
 def test_a_function_that_is_not_there_is_an_error_at_the_import(module, path, reason):
-    with (
-        NamedCalls(f"{module}:{path}").watched(lambda: None),
-        pytest.raises(InvalidOption, match=reason),
-    ):
+    with NamedCalls(f"{module}:{path}").watched(lambda: None), pytest.raises(InvalidOption, match=reason):
         import stepping  # noqa: F401
 
 

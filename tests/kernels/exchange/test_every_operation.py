@@ -78,10 +78,7 @@ def test_one_rank_needs_no_process_group(runs, options):
 
 
 TUNED = {
-    "AllGatherGemm": {
-        "all_gather_gemm",
-        *(f"ag_gemm {choice}" for choice in ("way", "pieces", "programs")),
-    },
+    "AllGatherGemm": {"all_gather_gemm", *(f"ag_gemm {choice}" for choice in ("way", "pieces", "programs"))},
     "GemmReduceScatter": {"gemm_reduce_scatter", "gemm_rs way"},
     "GemmAllReduce": {"add_rows", "exchange_rows", "multiply_and_send", "gemm_ar way"},
     "AllGatherMoE": {"all_gather_moe", "ag_moe way"},

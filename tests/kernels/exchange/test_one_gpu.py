@@ -73,11 +73,7 @@ def choose_candidate(consumer: str, name: str) -> None:
 
 
 def one_call(
-    op: AllGatherGemm,
-    peer: Peer,
-    shape: tuple[int, int, int],
-    pieces: int,
-    activation: str | None = None,
+    op: AllGatherGemm, peer: Peer, shape: tuple[int, int, int], pieces: int, activation: str | None = None
 ) -> tuple[float, bool]:
     """Return the error of a call with new inputs, and whether what was gathered has the right bits."""
     rows, n, k = shape

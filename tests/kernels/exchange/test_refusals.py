@@ -220,10 +220,7 @@ COMBINE = Refusing(
     MoEReduceScatter,
     {"tokens_per_rank": 8, "n": 6, "max_topk": 3},
     OF_COMBINE,
-    OF_EXPERTS
-    | {
-        "n=0: must be at least 1": {"n": 0},
-    },
+    OF_EXPERTS | {"n=0: must be at least 1": {"n": 0}},
     (lambda op: op(Y, DOWN, IDS, WEIGHTS),),
 )
 

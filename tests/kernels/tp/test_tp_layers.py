@@ -83,11 +83,7 @@ def loss_of(model, tokens):
 def assert_gradients_are_alike(model, plain):
     for (name, expected), got in zip(plain.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(
-            whole(got.grad),
-            expected.grad,
-            rtol=1e-3,
-            atol=1e-5,
-            msg=lambda text, n=name: f"{n}: {text}",
+            whole(got.grad), expected.grad, rtol=1e-3, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
         )
 
 
@@ -119,11 +115,7 @@ def trains_as_plain(dim, how):
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize(
-    ("how", "dim"),
-    [("eager", 0), ("gathered again", 1), ("compiled", 1)],
-    ids=str,
-)
+@pytest.mark.parametrize(("how", "dim"), [("eager", 0), ("gathered again", 1), ("compiled", 1)], ids=str)
 @in_workspaces(2)
 def test_a_parallel_transformer_trains_as_the_plain_one(rank, how, dim):
     trains_as_plain(dim, how)

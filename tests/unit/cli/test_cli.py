@@ -50,11 +50,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE.keys())
-@pytest.mark.parametrize(
-    "command",
-    [["report"], ["report", "--html", "all.html"]],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("command", [["report"], ["report", "--html", "all.html"]], ids=" ".join)
 def test_no_line_of_a_log_and_no_pipe_among_the_logs_stops_a_command(tmp_path, command, line):
     write_session(tmp_path / "logs")
     with (tmp_path / "logs" / "rank-0.jsonl").open("ab") as file:

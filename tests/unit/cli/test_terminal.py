@@ -127,9 +127,7 @@ def test_of_200_candidates_the_ten_fastest_are_listed(tmp_path: Path, width: int
     assert len(every) >= len(lines) + 188
 
 
-def test_the_page_has_the_tables_and_no_text_of_a_log_becomes_html(
-    tmp_path: Path,
-) -> None:
+def test_the_page_has_the_tables_and_no_text_of_a_log_becomes_html(tmp_path: Path) -> None:
     hostile = "<script>alert(1)</script>"
     write_many_candidates(tmp_path)
     write_session(tmp_path, "s2", thunk=hostile, ranks=(0,))

@@ -111,10 +111,7 @@ def rename_another(path: Path) -> None:
     ("make", "reason"),
     [
         (os.mkfifo, "not a regular file"),  # nothing waits for its other end
-        (
-            lambda path: (path.touch(), os.truncate(path, 1 << 40)),
-            f"larger than {MAX_BYTES} bytes",
-        ),
+        (lambda path: (path.touch(), os.truncate(path, 1 << 40)), f"larger than {MAX_BYTES} bytes"),
         (rename_another, "its content belongs in matmul-"),
     ],
     ids=["a pipe", "a file that no memory holds", "another entry"],
