@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from dense_runs import REDUCING, SCATTERING_SUMS, GatheringRows, Reducing
 from expert_runs import GATHERING, SCATTERING
-from operation_runs import device
+from operation_runs import device, tuned_in_context
 from operations import DenseRuns, Given, Runs
 from torch import Tensor
 
-from dist_autotune import contextual_autotune
 from dist_autotune.kernels.ag_gemm import plain as of_gather
 from dist_autotune.kernels.symm import SymmetricTensor
 from dist_autotune.kernels.symm.base import SymmetricMemory
@@ -226,12 +225,7 @@ def by_turns(rank: int, sizes: Sizes, turns: int, captured: bool) -> list[str]:
     with opened(rank, sizes) as every:
         torch.manual_seed(rank)
         tuned = [part for part in every.parts if part.name in ("gemm_rs", GATHERING.name)]
-
-        @contextual_autotune(is_dist=True, n_warmup=0, n_repeat=1, cache=False, log_dir=None, progress=False)
-        def session() -> None:
-            for number, part in enumerate(tuned):
-                every.call(part, number)
-
+        session, _ = tuned_in_context(lambda: [every.call(part, i) for i, part in enumerate(tuned)])
         if captured:
             for number, part in enumerate(every.parts):
                 every.capture(part, number)

@@ -108,17 +108,17 @@ def synchronize() -> None:
         dist.barrier()
 
 
-def tuned_in_context(call: Callable[[], float]) -> tuple[Any, list[float]]:
+def tuned_in_context(call: Callable[[], Any]) -> tuple[Any, list[Any]]:
     """Return `call` as a function that all ranks tune together, and a list of what its runs return."""
     from dist_autotune import contextual_autotune
 
-    errors: list[float] = []
+    returned: list[Any] = []
 
     @contextual_autotune(is_dist=True, n_warmup=0, n_repeat=1, cache=False, log_dir=None)
     def step() -> None:
-        errors.append(call())
+        returned.append(call())
 
-    return step, errors
+    return step, returned
 
 
 def message_of(call) -> str:

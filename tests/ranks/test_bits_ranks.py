@@ -18,8 +18,8 @@ def changed(y, value=0.5):
     return y
 
 
-def sessions(rank, *, change, count=1, **options):
-    """Return each session's winner, banned BLOCKs with reasons, and launches."""
+def session(rank, change):
+    """Return its winner, banned BLOCKs with reasons, launches, and whether result and bits are right."""
     bench = Bench()
     kernel = bench.kernel({BASE: 3.0, SLOW: 2.0, FAST: 1.0})
 
@@ -27,16 +27,11 @@ def sessions(rank, *, change, count=1, **options):
         y = launch(kernel, numbers() + rank)
         return change(rank, bench.launches[-1].block, y)
 
-    step, found = tune(bench, thunk, log_dir=None, **{"bits": "same", **options}), []
-    for _ in range(count):
-        bench.forget()
-        result = step()
-        context = only(step.report)
-        banned = {int(text.split("BLOCK: ")[1].split(",")[0]): why for text, why in context.banned.items()}
-        is_right = bool(torch.equal(result, numbers() + rank + 1))
-        found.append((winner(context), banned, bench.blocks(), is_right, context.same_bits))
-        step.retune()
-    return found
+    step = tune(bench, thunk, log_dir=None, bits="same")
+    is_right = bool(torch.equal(step(), numbers() + rank + 1))
+    context = only(step.report)
+    banned = {int(text.split("BLOCK: ")[1].split(",")[0]): why for text, why in context.banned.items()}
+    return winner(context), banned, bench.blocks(), is_right, context.same_bits
 
 
 @pytest.mark.parametrize("where", ["last rank", "every rank"])
@@ -48,9 +43,9 @@ def test_a_config_that_changes_a_bit_on_any_rank_wins_on_none(world_size, where)
         def change(rank, block, y):
             return changed(y) if block == FAST and rank in ranks else y
 
-        return sessions(rank, change=change)
+        return session(rank, change)
 
-    results = [found[0] for found in assert_all_ok(run_ranks(program, world_size))]
+    results = assert_all_ok(run_ranks(program, world_size))
     assert [result[0] for result in results] == [SLOW] * world_size
     reason = f"rank {ranks[0]}: other bits than with the first config, in the result"
     assert [result[1] for result in results] == [{FAST: reason}] * world_size
@@ -66,6 +61,6 @@ def test_a_function_that_does_not_repeat_itself_on_one_rank_is_refused_on_all(ra
     def change(rank, block, y):
         return changed(y, next(count) + 0.5) if rank == 1 else y
 
-    text = ending(lambda: sessions(rank, change=change))
+    text = ending(lambda: session(rank, change))
     assert text.startswith("TuningError: bits='same': two runs with the same configs (add[64")
     assert "different bits in the result on rank 1" in text

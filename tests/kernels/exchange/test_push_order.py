@@ -169,11 +169,6 @@ class Device(SymmetricMemory):
     def _release(self): ...
 
 
-def devices(world: int, random: Random) -> list[Device]:
-    flags = [torch.zeros((FLAGS, world), dtype=torch.int32) for _ in range(world)]
-    return [Device(rank, flags, random.randint(1, 3), random) for rank in range(world)]
-
-
 @dataclass
 class Run:
     """Runs what all hosts have enqueued, in an order that `random` chooses."""
@@ -332,15 +327,21 @@ class Gathering:
             assert int(self.gather[peer]) == self.calls * 10 + peer
 
 
-def ends(kind, seed: int) -> bool:
-    """Run calls of 2 to 4 ranks; return whether they end. What a kernel reads is asserted."""
-    random = Random(seed)
-    world = random.randint(2, 4)
-    ranks = devices(world, random)
+def opened(kind, world: int, random: Random) -> tuple[list[Device], list[Scattering | Gathering]]:
+    """Return the devices of all ranks and an operation on each; what opening has enqueued is gone."""
+    flags = [torch.zeros((FLAGS, world), dtype=torch.int32) for _ in range(world)]
+    ranks = [Device(rank, flags, random.randint(1, 3), random) for rank in range(world)]
     memory = [torch.zeros((world, 1, 1), dtype=torch.int32) for _ in ranks]
     operations = [kind(device, memory) for device in ranks]
     for device in ranks:
-        device.forget()  # what opening has enqueued
+        device.forget()
+    return ranks, operations
+
+
+def ends(kind, seed: int) -> bool:
+    """Run calls of 2 to 4 ranks; return whether they end. What a kernel reads is asserted."""
+    random = Random(seed)
+    ranks, operations = opened(kind, random.randint(2, 4), random)
     for _ in range(CALLS):
         is_replay = kind not in GIVING_UP and random.random() < 0.3
         for operation in operations:
@@ -368,11 +369,7 @@ def test_calls_end_and_read_what_they_should_in_any_order(kind):
 def test_a_rank_that_leaves_takes_no_permit_of_a_call_that_is_under_way(kind):
     for seed in range(60):
         random = Random(seed)
-        ranks = devices(2, random)
-        memory = [torch.zeros((2, 1, 1), dtype=torch.int32) for _ in ranks]
-        operations = [kind(device, memory) for device in ranks]
-        for device in ranks:
-            device.forget()
+        ranks, operations = opened(kind, 2, random)
         for operation in operations * 2:
             operation.make("replay")
         leaves, stays = ranks

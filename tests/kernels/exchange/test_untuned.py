@@ -6,7 +6,7 @@ import pytest
 import torch
 from dense_runs import SCATTERING_SUMS
 from kernels_for_tests import records
-from operation_runs import left_as_before
+from operation_runs import left_as_before, tuned_in_context
 from operations import HALF, factors
 
 from dist_autotune import contextual_autotune
@@ -55,12 +55,7 @@ def test_the_first_call_outside_a_session_says_what_to_do_and_other_sizes_of_the
 
 
 def test_a_session_tunes_what_was_taken_before_and_says_nothing(op):
-    errors = []
-
-    @contextual_autotune(n_warmup=0, n_repeat=1, cache=False, log_dir=None)
-    def step():
-        errors.append(SCATTERING_SUMS.call_and_compare(op, [160], K))
-
+    step, errors = tuned_in_context(lambda: SCATTERING_SUMS.call_and_compare(op, [160], K))
     assert len(told_by(lambda: SCATTERING_SUMS.call_and_compare(op, [160], K))) == 1
     assert told_by(step) == []
     assert step.report.runs == len(CANDIDATES) + 1
