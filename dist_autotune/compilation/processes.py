@@ -21,7 +21,11 @@ REAP_S = 5.0  # a killed process that the kernel holds on to is left after this
 
 def shared_file(name: str) -> int:
     """Return a file in memory in which what several processes write at a time stands one after the other."""
-    file = os.memfd_create(name)
+    made = os.memfd_create(name)
+    try:
+        file = fcntl.fcntl(made, fcntl.F_DUPFD_CLOEXEC, 3)  # no standard file, should one be closed
+    finally:
+        os.close(made)
     fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # writes at a shared offset would meet: it is not locked
     return file
 
@@ -115,6 +119,7 @@ def end(pid: int) -> int | None:
 
 def end_worker(pid: int) -> None:
     """End a child of this process with its helpers; it need not lead a group."""
+    os.kill(pid, signal.SIGSTOP)  # or it would go on without its helper
     with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as children:
         for helper in map(int, children.read().split()):
             with contextlib.suppress(ProcessLookupError):

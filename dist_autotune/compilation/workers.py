@@ -91,7 +91,7 @@ class Foreman:
         self._stderr = os.dup(2)
         # By slot, the place of the piece under way; -1: none.
         self._under_way = memoryview(mmap.mmap(-1, 4 * len(work.pieces))).cast("i")
-        self._taken = os.memfd_create("pieces-taken")  # so many as its offset, which all workers share
+        self._taken = shared_file("pieces-taken")  # so many as its offset, which all workers share
         self._again: list[int] = []  # places of pieces that were taken and not begun
 
     def run(self) -> int:
@@ -240,7 +240,8 @@ def _leave_job(parent: int, *, yields: bool) -> None:
         signal.signal(job_signal, signal.SIG_IGN)
     faulthandler.disable()  # the rank reports a crash, in one line
     # Files of its own: the rank's may hold text that is not written yet.
-    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    with contextlib.suppress(OSError):  # closed
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     knobs.compilation.listener = None  # the user's: the rank calls it
 

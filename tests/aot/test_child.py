@@ -5,6 +5,7 @@ import gc
 import itertools
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -95,6 +96,23 @@ def test_what_waits_for_a_lock_of_the_fork_ends_all_for_another_fork_or_has_its_
     assert (told, waiting.why_left) == (
         ([], STOOD_STILL) if moves else (["did not compile within 2 s"] * 2, "")
     )
+
+
+def test_late_pieces_do_not_go_on_without_their_helpers():
+    late = child(*[lambda: subprocess.run(["sleep", "60"])] * 8, limit_s=0.1, workers=lambda own: 8)
+    assert {ending.reason for _, ending in endings(late)} == {"did not compile within 0.1 s"}
+
+
+@pytest.mark.parametrize("standard", [1, 2])
+def test_a_standard_file_may_be_closed(standard):
+    kept = os.dup(standard)
+    os.close(standard)
+    try:
+        reasons = ending(list).reason, ending(os.abort).reason
+    finally:
+        os.dup2(kept, standard)
+        os.close(kept)
+    assert reasons == ("", "the compiler was ended by SIGABRT")
 
 
 def test_there_may_be_more_pieces_than_a_pipe_holds():
