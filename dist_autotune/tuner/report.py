@@ -213,18 +213,14 @@ class FunctionReports:
         """Return a report with the results of earlier sessions, and `later` contexts. Any thread may."""
         if report is None:
             return None
-        contexts, (earlier, earlier_s) = (*report.contexts, *later), self._before(report)
+        contexts, last = (*report.contexts, *later), self.last
+        earlier, earlier_s = dict(self._earlier), self._earlier_s
+        if last is not None and last is not report:
+            earlier.update(_settled_in(last))
+            earlier_s += last.cost_s
         now = {context.label for context in contexts}
         before = sorted((each for label, each in earlier.items() if label not in now), key=time_order)
         return replace(report, contexts=contexts, earlier=tuple(before), earlier_s=earlier_s)
-
-    def _before(self, report: TuningReport) -> tuple[dict[str, TunedContext], float]:
-        """Return the contexts settled by earlier sessions, by label, and the seconds that those cost."""
-        earlier, last = dict(self._earlier), self.last
-        if last is None or last is report:
-            return earlier, self._earlier_s
-        earlier.update(_settled_in(last))
-        return earlier, self._earlier_s + last.cost_s
 
 
 def _settled_in(report: TuningReport) -> dict[str, TunedContext]:

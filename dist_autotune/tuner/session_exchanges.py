@@ -101,9 +101,7 @@ class SessionExchanges(abc.ABC):
         except BaseException as error:
             self._leave_exchange(error, of_run=of_run)
             raise
-        self._asides, run = 0, -1
-        if isinstance(message, RunReport):
-            run = self.state.orders.runs
+        self._asides, run = 0, self.state.orders.runs if isinstance(message, RunReport) else -1
         self._recorder.record_exchange(run, len(sent), len(received), seconds * 1e3)
         order = read_order(received)
         if order.failure is not None:

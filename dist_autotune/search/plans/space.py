@@ -161,18 +161,14 @@ class PlanSpace:
         asked = self._asked(options)
         return {**asked, **{k.name: candidates.get(k.name, k.incumbent) for k in self.launched_by(asked)}}
 
-    def option_plans(self) -> Iterator[dict[str, int]]:
-        """Yield the options of all choices together, the incumbents' first, each combination once."""
-        known: list[Plan] = []
-        for indices in itertools.product(*self.choices.values()):
-            options = self._asked(dict(zip(self.choices, indices, strict=True)))
-            if options not in known:
-                known.append(options)
-                yield options
-
     def all_plans(self, candidates: Callable[[KernelLevels], Sequence[int]]) -> Iterator[dict[str, int]]:
-        """Yield all plans with these candidates of each kernel, that of the incumbents first."""
-        for options in self.option_plans():
+        """Yield all plans with these candidates of each kernel, that of the incumbents first, each once."""
+        known: list[Plan] = []
+        for places in itertools.product(*self.choices.values()):
+            options = self._asked(dict(zip(self.choices, places, strict=True)))
+            if options in known:
+                continue
+            known.append(options)
             kernels = self.launched_by(options)
             for indices in itertools.product(*map(candidates, kernels)):
                 yield {**options, **{k.name: i for k, i in zip(kernels, indices, strict=True)}}
