@@ -176,13 +176,21 @@ class Calls:
         self._settled.drop_unrepeatable(call, thunk)
         if not self._end_settled(state, call, asks_nobody):
             return result
-        self._wants_session = True
-        if self._options.mode == "online":
+        is_alone, is_online = state.function.is_alone, self._options.mode == "online"
+        self._wants_session |= (
+            is_alone or is_online
+        )  # else it is this call's: other threads' go on as settled
+        if is_online:
             return result
         # What this run has changed, or shown to the caller's autograd hooks, is not undone: its result stays.
         is_kept = bool(self._options.preserve) or call.changes_tensors or saved_tensor_hooks() is not None
-        with self._turn(is_agreed=True) as is_own:
-            is_tuned = not state.function.is_alone or all(each.tuned is not None for each in call.new or ())
+        with contextlib.ExitStack() as turn:
+            try:
+                is_own = turn.enter_context(self._turn(is_agreed=True))
+            except BaseException:
+                self._wants_session = True
+                raise
+            is_tuned = is_alone and all(each.tuned is not None for each in call.new or ())
             if not is_own or (self.settled and is_tuned):  # by another thread's session
                 return result
             self._wants_session = True

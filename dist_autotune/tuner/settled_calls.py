@@ -142,7 +142,9 @@ class SettledCalls:
             self.leave_untuned(asking, answer.reason)
         titles = ", ".join(sorted(context.title for context in asking))
         self._keep_answer(count, answer, f"{titles} keeps its config")
-        return answer.opens
+        # Online the next call of any thread opens the session, which may have been before this answer.
+        has_opened = self._options.mode == "online" and count.session != state.orders.session
+        return answer.opens and not has_opened
 
     def end_failed(self, state: FunctionState, error: BaseException, *, asks_nobody: bool) -> None:
         """End a call that raised, which counts as a call. Peers hear of it: they may wait in a collective."""
