@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from .processes import computed_by, end, fork, has_ended, shared_file
+from .processes import computed_by, end, fork, has_ended, send, shared_file
 from .workers import NO_WORKER, STANDS_STILL, STDERR_BYTES, STILL_S, WALL_FACTOR, Foreman, Work, crash_text
 
 POLL_S = 5e-3  # between looks at children
@@ -107,9 +107,8 @@ class Child:
         """Stop the child and its workers; goes_on: let them go on."""
         if (self._paused is None) is goes_on:
             return
-        for kill in (os.killpg, os.kill):  # kill: a child that does not lead its group yet
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                kill(self._pid, signal.SIGCONT if goes_on else signal.SIGSTOP)
+        with contextlib.suppress(ChildProcessError):
+            send(self._pid, signal.SIGCONT if goes_on else signal.SIGSTOP)
         now = time.monotonic()
         self._moved += 0.0 if self._paused is None else now - self._paused
         self._paused = None if goes_on else now

@@ -101,13 +101,18 @@ def computed_by(pid: int) -> tuple[int | None, bool]:
         return None, False
 
 
+def send(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a child and its process group; raises ChildProcessError where it was reaped."""
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # else the pid may be another's
+    for kill in (os.killpg, os.kill):  # kill: a child that does not lead its group yet
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, number)
+
+
 def end(pid: int) -> int | None:
     """End a child and its process group; return its exit code, where known."""
-    with contextlib.suppress(ChildProcessError):  # a handler of the user's has reaped it
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # else the pid may be another's
-        for kill in (os.killpg, os.kill):  # kill: a child that does not lead its group yet
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        send(pid, signal.SIGKILL)
         deadline = time.monotonic() + REAP_S
         while time.monotonic() < deadline:
             ended, status = os.waitpid(pid, os.WNOHANG)
