@@ -42,12 +42,7 @@ class Calls:
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any] | None,
-        options: Options,
-        name: str,
-        *,
-        is_program: bool = False,
+        self, function: Callable[..., Any] | None, options: Options, name: str, *, is_program: bool = False
     ) -> None:
         self._function, self._options, self._name = function, options, name
         self._is_program = is_program
@@ -177,9 +172,7 @@ class Calls:
         if not self._end_settled(state, call, asks_nobody):
             return result
         is_alone, is_online = state.function.is_alone, self._options.mode == "online"
-        self._wants_session |= (
-            is_alone or is_online
-        )  # else it is this call's: other threads' go on as settled
+        self._wants_session |= is_alone or is_online  # else this call's: other threads' go on as settled
         if is_online:
             return result
         # What this run has changed, or shown to the caller's autograd hooks, is not undone: its result stays.
