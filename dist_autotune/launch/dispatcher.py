@@ -90,7 +90,7 @@ class Dispatcher:
             try:
                 result = self._launch(call, launch, binding, candidate)
                 self._keep_form(call, launch, binding, result)
-                if self._is_fixed(call, binding.rank_context) and not failed:
+                if not failed and self._is_fixed(call, binding.rank_context, candidate):
                     call.add(launch.tuner, binding.key, config)
                 if (order := binding.rank_context.order) is not None:
                     self._results.add_late(order, binding)
@@ -131,13 +131,14 @@ class Dispatcher:
         """Return whether launches of this call take incumbents now and admit no context."""
         return self._is_beside_session(call) or interception.is_capturing()
 
-    def _is_fixed(self, call: CallUnderWay, context: RankContext) -> bool:
-        """Return whether further launches of this call take the same config, and report nothing."""
+    def _is_fixed(self, call: CallUnderWay, context: RankContext, candidate: str) -> bool:
+        """Return whether further launches of this call take this candidate, and report nothing."""
         if not (call.is_of_session and self.function.options.mode == "online"):
             return self._is_settled(call, context)
         # Online nothing is copied before a launch. A capture takes the incumbent, whatever the run compares.
         order, is_apart = context.order, not call.tunes and self._model_apart is not None
-        if order is None or order.planned != order.incumbent:
+        # Another candidate stands in, or the launch of a thread has lasted beyond the run that planned it.
+        if order is None or not order.planned == order.incumbent == order.index_of(candidate):
             return False
         if order.next_launch.waiting:  # for the time of an earlier run
             return is_apart or not context.is_to_preflight
@@ -303,9 +304,9 @@ class Dispatcher:
         names.begin_run()
         return self._model.another()
 
-    def begin_session(self) -> None:
-        """Let the session's first run report all that it launches."""
-        self._fixed, self._fixed_apart = {}, {}
+    def report_all(self) -> None:
+        """Let the session's next run choose and report all that it launches."""
+        self._fixed, self._fixed_apart, self._model_apart = {}, {}, None
 
     def choose_anew(self, names: Iterable[str]) -> None:
         """Let the session's next runs choose the configs of these contexts anew."""
@@ -314,7 +315,7 @@ class Dispatcher:
             for binding in [] if context is None else context.bindings:
                 for fixed in (self._fixed, self._fixed_apart):
                     if (known := fixed.get(id(binding.tuner()))) is not None:
-                        known.forget(binding.key)
+                        known.by_key.pop(binding.key, None)
 
     def begin_run(self, *, tunes: bool, reports_all: bool = False) -> CallUnderWay:
         """Begin a run of a session. tunes: launches may be trials. reports_all: also of settled keys."""
@@ -352,6 +353,7 @@ class Dispatcher:
         for context, launches in self.to_preflight.items():
             context.compile.forms = context.compile.forms.difference(launches)
         self.to_preflight.clear()
+        self.report_all()  # the peers may not know what this run has launched first
         self._registry.abandon_run()
 
     def preflight(self, compiler: Compiler) -> None:

@@ -54,13 +54,9 @@ class SettledKeys:
         self.by_key: dict[Key, tuple[Any, dict[str, Any]]] = {}
         self.call: CallUnderWay | None = None  # the last one that launched it
         # The config for all keys, while the kernel has one: peers may have more, this rank cannot try them.
+        # In a session of several ranks it tells them so of each key.
         self.only: tuple[Any, dict[str, Any]] | None = None
         self.configs: list[Any] | None = None  # of the Autotuner when `only` was set
-
-    def forget(self, key: Key) -> None:
-        """Let the next launch of a key choose its config anew."""
-        self.by_key.pop(key, None)
-        self.only = None
 
 
 class CallUnderWay:
@@ -92,7 +88,7 @@ class CallUnderWay:
         """Launch this config at once from now on, in later calls too."""
         known = self._known(tuner)
         known.by_key[key] = config, config.all_kwargs()
-        if len(tuner.configs) == 1:
+        if len(tuner.configs) == 1 and not self.is_of_session:
             known.only, known.configs = known.by_key[key], [config]
 
     def add_single(self, tuner: Autotuner) -> None:

@@ -210,7 +210,7 @@ class FunctionState:
         self.orders.crash_bans = opening.crash_bans
         self.guard.begin_session(opening.session, opening.crashes)
         self.registry.open()
-        self.dispatcher.begin_session()
+        self.dispatcher.report_all()
         remarks, options = [*opening.remarks], self.function.options
         if options.overhead is not None and options.mode == "replay":
             remarks.append(

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-from kernels_for_tests import Bench, launch, numbers, out_of_resources, records
+from kernels_for_tests import Bench, double, launch, numbers, out_of_resources, records
 from operation_runs import on_ranks
-from rank_programs import ending, tune, tuned_step
+from rank_programs import Boom, ending, tune, tuned_step
 
 from dist_autotune import NoValidConfig
 from dist_autotune.launch import dispatcher
@@ -112,3 +112,26 @@ def test_a_config_that_does_not_load_on_one_rank_is_banned_before_it_is_tried(ra
         [16, 64, 64],
         ["rank 1: no room"],
     )
+
+
+@pytest.mark.parametrize(("blocks", "fails"), [((16,), False), ((16, 64), True)], ids=["one", "run fails"])
+def test_online_a_rank_that_meets_a_settled_key_tells_which_configs_it_has(blocks, fails):
+    def program(rank):
+        bench, steps = Bench(), []
+        kernel = bench.kernel({b: {16: 3.0, 32: 1.0, 64: 2.0}[b] for b in (blocks if rank else (16, 32, 64))})
+        other = bench.kernel(dict.fromkeys((16 << n for n in range(9)), 1.0), double)  # the session goes on
+
+        def thunk():
+            steps.append(None)
+            for n in (64, 128) if rank == 0 or len(steps) > 4 else (64,):
+                launch(kernel, numbers(n))
+            launch(other, numbers())
+            if rank == 0 and len(steps) == 5 and fails:
+                raise Boom
+
+        step = tune(bench, thunk, mode="online")
+        ends = [ending(step).partition(":")[0] for _ in range(8)]
+        return bench.blocks("add", n=128)[-1], ends[4]
+
+    failures = ["Boom", "PeerFailed"] if fails else ["returned None"] * 2
+    assert assert_all_ok(run_ranks(program, 2)) == [(blocks[-1], end) for end in failures]

@@ -237,6 +237,33 @@ def test_a_key_that_is_new_to_a_settled_call_is_tuned_behind_a_session_of_anothe
     assert bench.blocks(n=8) == [32, 32, 16, 32]
 
 
+def test_online_a_launch_of_a_thread_that_outlasts_its_run_says_nothing_of_later_ones(bench):
+    def ms(made):
+        if threading.current_thread() is not threading.main_thread():
+            hand_over(inside, is_reported)
+        return {16: 1.0, 32: 3.0}[made.block]
+
+    def thunk():
+        if bench.blocks() == [16, 16]:  # in this run, 32 is on trial
+            beside.append(pool.submit(launch, kernel, numbers()))
+            assert inside.wait(LONG_S)
+        launch(kernel, numbers())
+        launch(other, numbers())
+
+    inside, is_reported, beside = threading.Event(), threading.Event(), []
+    kernel = bench.kernel({16: ms, 32: ms})
+    other = bench.kernel(dict.fromkeys((16, 32, 64, 128), 1.0), double)
+    tuned = bench.tune(thunk, mode="online")
+    with ThreadPoolExecutor(1) as pool:
+        tuned()
+        tuned()
+        is_reported.set()
+        beside[0].result(LONG_S)
+        while not tuned.settled:
+            tuned()
+    assert bench.blocks("add") == [16, 32, 32, 16, 16]
+
+
 def test_what_a_settled_call_launches_while_a_run_is_reported_is_no_part_of_the_session(bench, kernel):
     inside, is_reporting, has_launched = threading.Event(), threading.Event(), threading.Event()
     read_ms = bench.clock.read_ms
