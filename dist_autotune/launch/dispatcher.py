@@ -46,6 +46,7 @@ class Dispatcher:
     ) -> None:
         # Of a session: from `begin_run` until `Session` has applied its report, or it has failed.
         self.run_under_way: CallUnderWay | None = None
+        self._last_run: CallUnderWay | None = None
         self.function = registry.known.function
         # One rank leaves a kernel with one config to stock Triton: no peer can have more.
         self.passes_single = self.function.is_alone
@@ -64,7 +65,6 @@ class Dispatcher:
         self._registry, self._clock, self._guard = registry, clock, guard
         self._compiling, self._note, self._written = compiling, note, written
         self._results = Results(registry.known)
-        self._ranks = frozenset(self.function.group.ranks)
         self._lock = registry.lock
 
     # -- the launch ----------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class Dispatcher:
 
     def choose(self, call: CallUnderWay, name: str, options: Sequence[Any], key: Key, among: Ranks) -> Any:
         """Return the option that this run plans for a `tunable`; `among`: the ranks that share it."""
-        if not self._ranks.issuperset(among):
+        if among and not {*among} <= {*self.function.group.ranks}:
             return CHOICES.recall(name, options, key, among)
         is_of_session = self.run_under_way is call
         known = None if is_of_session else self._known_choices.find(name, options, key, among)
@@ -324,7 +324,8 @@ class Dispatcher:
             self._begin_anew()
             self._model_apart = None
             self._registry.has_news = True  # to the settled call after it
-            self.run_under_way = call = CallUnderWay(self, tunes=tunes, written=self._written)
+            call = CallUnderWay(self, tunes=tunes, written=self._written)
+            self.run_under_way = self._last_run = call
             call.announced = self.announced
             call.settled = {} if reports_all else self._fixed
         if tunes and hasattr(self._clock, "prepare"):  # of `EventClock`: before a kernel may wait for a peer
@@ -338,9 +339,15 @@ class Dispatcher:
             self._model_apart = CallUnderWay(self, tunes=False, written=self._written)
             self._model_apart.settled = self._fixed_apart
         self._registry.names.begin_run()
-        self.run_under_way = call = self._model_apart.another()
+        self.run_under_way = self._last_run = call = self._model_apart.another()
         call.announced = self.announced
         return call
+
+    def launched(self) -> list[str]:
+        """Return the launches of the last run, see `Registry.launched`; else what it launched at once."""
+        at_once = [] if self._last_run is None else self._last_run.launched()
+        names = dict.fromkeys(f"{tuner.base_fn.__name__} with a settled config" for tuner in at_once)
+        return self._registry.launched() or [*names]
 
     def _begin_anew(self) -> None:
         """Reset the choices of all contexts; settled calls under way keep theirs."""

@@ -56,7 +56,7 @@ class Diagnosis:
         happened = str(error) if is_ours else f"raised {first_line(error)}"
         kind = LaunchTimeout if isinstance(error, LaunchTimeout) else LaunchFailed
         what = "Not ended" if kind is LaunchTimeout else "This run had launched"
-        launched = listed(state.registry.launched())
+        launched = listed(state.dispatcher.launched())
         text = f"{where}: {happened}. {what}: {launched}. {self._own_log()}{_NEXT_STEP[kind]}"
         if is_ours:
             error.args = (text,)
@@ -91,7 +91,7 @@ class Diagnosis:
 
     def _whereabouts(self) -> str:
         """Return the position of the run under way; asked on another thread."""
-        return f"Not ended, or on trial: {listed(self._state.registry.launched())}. {self._own_log()}"
+        return f"Not ended, or on trial: {listed(self._state.dispatcher.launched())}. {self._own_log()}"
 
     def _own_log(self) -> str:
         return "" if self._log_dir is None else f"Log: {self._log_dir}/rank-{self._rank}.log. "

@@ -210,3 +210,18 @@ def test_an_error_of_the_device_that_the_function_raises_is_left_alone_and_told_
     assert "Rank 1: run 1 of step: raised AcceleratorError: CUDA error: an illegal memory access" in zero
     assert "add[64, float32, float32] with BLOCK: 32" in zero
     assert "with BLOCK: 32" in results[1].stderr
+
+
+def test_online_an_error_of_the_device_names_settled_kernels_where_nothing_else_was_launched(bench, capsys):
+    kernel = bench.kernel({16: 1.0, 32: 3.0})
+    other = bench.kernel(dict.fromkeys((16, 32, 64, 128), 1.0), double)
+
+    def step():
+        launch(kernel, numbers())
+        if len(bench.blocks("double")) == 3:
+            raise torch.AcceleratorError(ILLEGAL)
+        launch(other, numbers())
+
+    tuned = bench.tune(step, mode="online")
+    assert [ending(tuned).partition(":")[0] for _ in range(4)] == ["returned None"] * 3 + ["AcceleratorError"]
+    assert "This run had launched: add with a settled config. " in capsys.readouterr().err
