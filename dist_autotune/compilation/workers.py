@@ -169,6 +169,7 @@ class Foreman:
 
     def _take(self) -> int | None:
         """Take a piece that nobody has taken, and return its place; None: none is left."""
+        # Linux adds to an offset that processes share under the file's lock; writes there are not so safe.
         place = os.lseek(self._taken, 1, os.SEEK_CUR) - 1
         return place if place < len(self._work.pieces) else None
 

@@ -55,6 +55,7 @@ class Examination:
     variables: dict[str, str]
     setting_error: str
     unknown_variables: str
+    unwritable: dict[str, str]  # why nothing can be written there: "cache" | "logs"
     is_interpreted: bool  # TRITON_INTERPRET was set when Triton was imported
     host: ProbeResult
     ranks: ProbeResult
@@ -79,6 +80,7 @@ def examine() -> Examination:
         variables=settings.variables(),
         setting_error=_setting_error(),
         unknown_variables=settings.unknown_variables(),
+        unwritable=_unwritable(),
         is_interpreted=interception.is_interpreted(),
         host=host,
         ranks=run_probe("two CPU ranks", 2, RANKS_LIMIT_S, CPU_ONLY),
@@ -94,6 +96,20 @@ def _setting_error() -> str:
     except InvalidOption as error:
         return str(error)
     return "" if settings.cache_directory() is not None else settings.NO_HOME
+
+
+def _unwritable() -> dict[str, str]:
+    """Return of each directory of results, or of where it would be made, why nothing can be written there."""
+    found = {}
+    for name, directory in (("cache", settings.cache_directory()), ("logs", Path(settings.log_directory()))):
+        if directory is not None:
+            place = directory.absolute()
+            nearest = next(each for each in (place, *place.parents) if os.path.lexists(each))
+            try:
+                tempfile.TemporaryFile(dir=nearest).close()
+            except OSError as error:
+                found[name] = f"nothing can be written in {place}: {error.strerror} ({nearest})"
+    return found
 
 
 def versions() -> dict[str, str | None]:

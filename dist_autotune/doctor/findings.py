@@ -13,8 +13,12 @@ from ..formatting import counted
 from ..tables import table
 from .examination import STARTUP, Examination
 
-SCHEMA_VERSION = 6  # of the JSON form
+SCHEMA_VERSION = 7  # of the JSON form
 MEMORY_STEP = "pip install 'dist-autotune[nvidia]' 'cuda-bindings>=13.0.3,<14', or see the lines above"
+WRITABLE_STEPS = {
+    "cache": "Set DIST_AUTOTUNE_CACHE_DIR, or each start tunes again",
+    "logs": "Set DIST_AUTOTUNE_LOG_DIR, or nothing is logged",
+}
 SETTINGS_STEP = "Correct or unset it; docs/environment.md lists every name"
 STEPS = {  # by the stage at which a probe failed
     STARTUP: "Run `python -c 'import dist_autotune'` and repair what it says",
@@ -75,6 +79,8 @@ def _judge_settings(seen: Examination) -> Iterator[Finding]:
         yield Finding("problem", "variables", seen.setting_error, SETTINGS_STEP)
     if seen.unknown_variables:
         yield Finding("remark", "variables", f"nothing reads {seen.unknown_variables}", SETTINGS_STEP)
+    for name, why in seen.unwritable.items():
+        yield Finding("remark", name, why, WRITABLE_STEPS[name])
 
 
 def _judge_results(seen: Examination) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from ..codec import digest
 from ..errors import InvalidOption
+from ..formatting import escaped
 from ..ranks.group import ranks_of
 from ..triton_api import identity
 from ..triton_api.interception import INTERCEPTION
@@ -126,7 +127,7 @@ def tunable(name: str, options: Sequence[T], *, key: tuple[Any, ...] = (), among
     if not isinstance(key, (tuple, list)):
         raise InvalidOption(f"tunable({name!r}): key={key!r}: give a tuple")
     call, ranks = INTERCEPTION.call_here(), () if among is None else ranks_of(among)
-    asked = name, options, tuple(key), ranks
+    asked = name if name.isascii() else escaped(name), options, tuple(key), ranks
     option: T = CHOICES.recall(*asked) if call is None else call.launcher.choose(call, *asked)
     return option
 

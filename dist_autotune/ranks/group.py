@@ -170,7 +170,7 @@ class Groups:
     def __init__(self) -> None:
         self._by_group: weakref.WeakKeyDictionary[Any, ProcessGroup] = weakref.WeakKeyDictionary()
         self._single: dict[int, RankGroup] = {}
-        self._making = threading.Lock()
+        self._making: dict[int, threading.Lock] = {}  # by process: a fork may leave its parent's taken
 
     def single(self) -> RankGroup:
         """Return this process as a group of its own."""
@@ -196,7 +196,8 @@ class Groups:
         return self._made(group) if known is None else known
 
     def _made(self, group: Any) -> RankGroup:
-        with self._making:  # ranks count those that they make, so no thread makes one again
+        # Ranks count those that they make, so no thread makes one again.
+        with self._making.setdefault(os.getpid(), threading.Lock()):
             if (known := self._by_group.get(group)) is None:
                 self._close_ended()
                 known = self._by_group[group] = ProcessGroup(group)

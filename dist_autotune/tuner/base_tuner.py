@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from .calls import Calls
 
 _STRENGTH = ("any", "check", "same")  # of `bits`
-_FIRST_CALL = threading.Lock()  # several threads may make it at once
 
 
 class BaseTuner:
@@ -32,6 +30,8 @@ class BaseTuner:
     Raises InvalidOption for options that do not suit the function, if the mode tunes.
     """
 
+    _calls: Calls | None = None
+
     def __init__(self, function: Callable[..., Any] | None, options: Options, name: str) -> None:
         mode = settings.run_mode()
         if mode == "tune":
@@ -39,7 +39,7 @@ class BaseTuner:
         if mode != "off":
             from . import calls  # noqa: F401  0.1 s, which are none of the first step's
         self.options = options
-        self._calls: Calls | None = None  # none of a tuned function that this one wraps
+        vars(self).pop("_calls", None)  # of a tuned function that this one wraps
         self._function, self._name = function, escaped(name)
         self._joined: FunctionScope | None = None  # the function around it that does what this one asks for
         self._has_left = False  # with the mode off: launches outside have what they need
@@ -90,9 +90,9 @@ class BaseTuner:
 
             self.options = self.options.at_first_call()
             made = Calls(self._function, self.options, self._name)
-            with _FIRST_CALL:
-                self._calls = self._calls or made
+            vars(self).setdefault("_calls", made)  # in one step: several threads may make the first call
             TUNERS.add(self)
+        assert self._calls is not None
         return self._calls
 
 

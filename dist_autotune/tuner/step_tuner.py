@@ -54,7 +54,7 @@ class StepTuner(BaseTuner):
         super().__init__(None, checked, checked.name or _name_of_steps(sys._getframe(1), self))
 
     def __getstate__(self) -> dict[str, Any]:  # a copy tunes for itself
-        return {**vars(self), "_calls": None}
+        return {name: value for name, value in vars(self).items() if name != "_calls"}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepTuner:  # with the same group and clock
         return copy.copy(self)

@@ -1,5 +1,7 @@
 """Which ranks tune together: groups, subsets, none at all, one after another."""
 
+import os
+import signal
 import threading
 import warnings
 from pathlib import Path
@@ -13,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dist_autotune import contextual_autotune
 from dist_autotune.errors import InvalidOption
+from dist_autotune.ranks import group
 from ranks import assert_all_ok, run_ranks
 
 
@@ -120,3 +123,30 @@ def test_a_mesh_of_one_dimension_is_its_group():
     zero, one, two, three = assert_all_ok(run_ranks(program, 4))
     assert zero == one == (2, {"add64": 32}, 4, True)
     assert two == three == (2, {"add64": 16}, 4, True)
+
+
+def test_a_child_that_is_forked_while_a_thread_makes_a_group_waits_for_no_lock(monkeypatch):
+    def program(rank):
+        begun, ends = threading.Event(), threading.Event()
+
+        class Slow(group.ProcessGroup):
+            def __init__(self, *given):
+                begun.set()
+                assert ends.wait(30)
+                super().__init__(*given)
+
+        monkeypatch.setattr(group, "ProcessGroup", Slow)
+        maker = threading.Thread(target=group.GROUPS.of, args=(None,))
+        maker.start()
+        assert begun.wait(30)
+        monkeypatch.undo()
+        if (pid := os.fork()) == 0:
+            signal.alarm(10)
+            group.GROUPS.of(None)
+            os._exit(0)
+        ended = os.waitpid(pid, 0)[1]
+        ends.set()
+        maker.join()
+        return ended
+
+    assert assert_all_ok(run_ranks(program, 2)) == [0, 0]

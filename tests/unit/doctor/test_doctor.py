@@ -104,6 +104,19 @@ def test_a_rank_that_dies_ends_the_probe_and_is_named(monkeypatch):
     assert problem.endswith("(in a stage)")
 
 
+def test_directories_that_cannot_be_written_are_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(examination, "run_probe", lambda *_: ProbeResult())
+    (file := tmp_path / "file").touch()
+    for name in ("CACHE", "LOG"):
+        monkeypatch.setenv(f"DIST_AUTOTUNE_{name}_DIR", str(file / "results"))
+    found = examination.examine().unwritable
+    assert list(found) == ["cache", "logs"]
+    assert {why.partition(": ")[2] for why in found.values()} == {f"Not a directory ({file})"}
+    monkeypatch.setenv("DIST_AUTOTUNE_LOG_DIR", str(tmp_path / "to" / "make"))
+    assert list(examination.examine().unwritable) == ["cache"]
+    assert [*tmp_path.iterdir()] == [file]
+
+
 # ---- machines that are not here
 
 
@@ -117,6 +130,7 @@ def machine(gpus: int = 0, **changes: Any) -> Examination:
         variables={},
         setting_error="",
         unknown_variables="",
+        unwritable={},
         is_interpreted=gpus == 0,
         host=ProbeResult(facts=facts),
         ranks=ProbeResult(facts={"memory": "shm: 2 ranks wrote to each other"}),
@@ -150,6 +164,7 @@ def with_ranks(facts: dict[str, Any], *, stage: str = "", problem: str = "") -> 
             "docs/environment.md",
         ),
         (machine(unknown_variables="X"), "remark", "variables", "docs/environment.md"),
+        (machine(unwritable={"cache": "X"}), "remark", "cache", "DIST_AUTOTUNE_CACHE_DIR"),
         (with_versions(numpy="2.4.0"), "problem", "numpy", "pip install 'numpy<2.4'"),
         (machine(gpus=1, is_interpreted=True), "remark", "kernels run", "Unset TRITON_INTERPRET"),
         (machine(is_interpreted=False), "remark", "kernels run", "Set TRITON_INTERPRET=1"),
