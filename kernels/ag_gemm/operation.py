@@ -30,7 +30,7 @@ from dist_autotune.for_operations import CachedChoice
 from ..agreement.ballots import COLLECTIVE
 from ..agreement.failures import FailureKinds, Refusal
 from ..epilogues import ONLY_SUMS, Epilogue, result_columns
-from ..exchange.call import NumberedCalls
+from ..exchange.call import NumberedCalls, numbered
 from ..exchange.fill_nan import filler_of_chunks
 from ..exchange.flags import FLAGS, NO_MAIL, NOT_SENT, OTHER_ROWS
 from ..exchange.push import ChunkPusher, piece_counts
@@ -161,6 +161,7 @@ class AllGatherGemm(NumberedCalls):
 
     # ---- what the caller may use
 
+    @numbered
     def __call__(
         self,
         a_shard: torch.Tensor,
@@ -191,6 +192,7 @@ class AllGatherGemm(NumberedCalls):
             return self._call(a_shard, weight, out, ONLY_SUMS, None)
         return self._call(a_shard, weight, out, Epilogue(bias, activation, scale_a, scale_weight), None)
 
+    @numbered
     def with_gathered(
         self,
         a_shard: torch.Tensor,

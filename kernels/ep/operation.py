@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dist_autotune import tunable
 
 from ..agreement.failures import FailureKinds
-from ..exchange.call import NumberedCalls
+from ..exchange.call import NumberedCalls, numbered
 from ..moe.launch import check_experts, size_class
 from ..moe.tokens import check_choices, check_weights
 from ..signals import Failure
@@ -26,6 +26,13 @@ MOST_RANKS = 32  # of which a kernel holds a bit each
 MOST_TOKENS_AT_ONCE = 128  # placing more in one launch takes longer than the launches that it saves
 DISPATCH, COMBINE = "dispatch", "combine"  # the exchanges that kinds of calls are
 DISPATCH_MATMUL, MATMUL_COMBINE, BACKWARD = "dispatch_matmul", "matmul_combine", "combine_backward"
+# The arguments of calls that have no backward.
+ARGUMENTS = {
+    DISPATCH: ("x", "topk_ids", "fp8"),
+    COMBINE: ("rows", "d", "topk_weights", "out"),
+    DISPATCH_MATMUL: ("x", "weight", "topk_ids"),
+    MATMUL_COMBINE: ("rows", "weight", "d", "topk_weights", "out"),
+}
 
 _NUMBERS = itertools.count()
 OPEN: weakref.WeakValueDictionary[str, ExpertParallel] = weakref.WeakValueDictionary()  # by name
@@ -105,6 +112,7 @@ class ExpertParallel(NumberedCalls):
 
     # ---- what the caller may use
 
+    @numbered
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, *, fp8: bool = False) -> Dispatched:
         """Send each token to the ranks of its experts; return the rows of this rank's experts.
 
@@ -112,10 +120,10 @@ class ExpertParallel(NumberedCalls):
         all ranks or none: tokens travel in float8_e4m3fn, with a scale for each 128 elements; rows are of x's
         type.
         """
-        check_no_gradient("ExpertParallel.dispatch", x=x)
         found: Dispatched = self._call(DISPATCH, x, topk_ids, fp8)
         return found
 
+    @numbered
     def combine(
         self, rows: torch.Tensor, d: Dispatched, topk_weights: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -123,10 +131,10 @@ class ExpertParallel(NumberedCalls):
 
         rows: [C, H], as `d.rows` lies; topk_weights: [T, topk]. A wrong argument fails the call on all ranks.
         """
-        check_no_gradient("ExpertParallel.combine", rows=rows, topk_weights=topk_weights, out=out)
         sums: torch.Tensor = self._call(COMBINE, rows, d, topk_weights, out)
         return sums
 
+    @numbered
     def combine_backward(
         self, grad: torch.Tensor, rows: torch.Tensor, d: Dispatched, topk_weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,16 +142,17 @@ class ExpertParallel(NumberedCalls):
         found: tuple[torch.Tensor, torch.Tensor] = self._call(BACKWARD, grad, rows, d, topk_weights)
         return found
 
+    @numbered
     def dispatch_matmul(self, x: torch.Tensor, weight: torch.Tensor, topk_ids: torch.Tensor) -> Dispatched:
         """Dispatch tokens, and return each times its expert's matrix: `d.rows` [C, N].
 
         weight: [experts / W, N, hidden], by rows or by columns. Tokens are read where they have arrived, so
         no matrix of them is made.
         """
-        check_no_gradient("ExpertParallel.dispatch_matmul", x=x, weight=weight)
         found: Dispatched = self._call(DISPATCH_MATMUL, x, weight, topk_ids)
         return found
 
+    @numbered
     def matmul_combine(
         self,
         rows: torch.Tensor,
@@ -157,9 +166,6 @@ class ExpertParallel(NumberedCalls):
         rows: [C, F]; weight: [experts / W, hidden, F], by rows or by columns. Products leave for the ranks of
         their tokens, tile by tile, while others are computed.
         """
-        check_no_gradient(
-            "ExpertParallel.matmul_combine", rows=rows, weight=weight, topk_weights=topk_weights, out=out
-        )
         sums: torch.Tensor = self._call(MATMUL_COMBINE, rows, weight, d, topk_weights, out)
         return sums
 
@@ -178,6 +184,9 @@ class ExpertParallel(NumberedCalls):
 
     def _plan(self, given: tuple[Any, ...], is_capturing: bool) -> None:
         kind, *given_to = given
+        if kind in ARGUMENTS:
+            named = zip(ARGUMENTS[kind], given_to, strict=True)
+            check_no_gradient(f"{type(self).__name__}.{kind}", **dict(named))
         if kind == DISPATCH:
             *tokens, fp8 = given_to
             self._check_tokens("x", *tokens)

@@ -4,8 +4,9 @@
 number before anything can fail, and ends in one of three ways, which its peers learn:
 
     made      this rank has pushed its part and waited for the parts of all peers
-    refused   its arguments are wrong. `_stand_in` replaces its part: the same permits, flags and waits, with
-              a mark in place of rows. Peers that find the mark raise the reason, and may make the next call
+    refused   its arguments are wrong, or do not fit the signature. `_stand_in` replaces its part: the same
+              permits, flags and waits, with a mark in place of rows. Peers that find the mark raise the
+              reason, and may make the next call
     broken    anything else has failed. `_leave_peers` lets each peer that waits in this call, or comes to it,
               find this rank given up. No further call is possible; peers raise the cause
 
@@ -21,8 +22,10 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -37,6 +40,38 @@ from .push import Pushes
 
 NOT_AGREED = object()
 
+Op = TypeVar("Op", bound="NumberedCalls")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def numbered(method: Callable[Concatenate[Op, P], R]) -> Callable[Concatenate[Op, P], R]:
+    """Let a call that does not fit the method's signature take its number, and fail on all ranks.
+
+    It is made with the arguments that fit, as peers may need them for their part, and refused.
+    """
+    _, *parameters = inspect.signature(method).parameters.values()
+    by_position = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    needed = [each.name for each in parameters if each.default is each.empty]
+    names = {each.name for each in parameters}
+
+    @functools.wraps(method)
+    def made(self: Op, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(self, *args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise  # by the method
+            self._misfit = error
+        try:
+            again: Callable[..., R] = method
+            fitting = dict.fromkeys(needed) | dict(zip(by_position, args, strict=False))
+            return again(self, **fitting | {name: kwargs[name] for name in names & kwargs.keys()})
+        finally:
+            self._misfit = None
+
+    return made
+
 
 class NumberedCalls(Operation):
     """An operation whose calls are numbered; a subclass supplies the steps of a call."""
@@ -47,6 +82,7 @@ class NumberedCalls(Operation):
     _way: ClassVar[str]  # the name of the `tunable` by which a rank chooses it
     _collective: Collective
     _pushes: Pushes
+    _misfit: TypeError | None = None  # of the call under way, which is refused: see `numbered`
 
     def _open_collective(self, fixed: bool | None, **options: Any) -> Collective:
         """Return the collective that may replace such calls; fixed, options: see `Collective`."""
@@ -64,6 +100,8 @@ class NumberedCalls(Operation):
         try:
             plan = self._plan(given, is_capturing)
             self._follow(is_capturing=is_capturing)
+            if self._misfit is not None:
+                raise self._misfit
         except RefusedByPeer:  # on all ranks; none has begun the call
             self._raise_refused()
             raise
@@ -73,7 +111,9 @@ class NumberedCalls(Operation):
             raise
         except Exception as error:
             if not is_capturing:
-                self._refuse(error, given)
+                self._refuse(self._misfit or error, given)
+            if self._misfit is not None:
+                raise self._misfit from None
             raise
         way: Any = NOT_AGREED
         try:

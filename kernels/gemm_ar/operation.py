@@ -29,7 +29,7 @@ from dist_autotune.for_operations import CachedChoice
 
 from ..agreement.failures import FailureKinds, Refusal
 from ..exchange import mail
-from ..exchange.call import NumberedCalls
+from ..exchange.call import NumberedCalls, numbered
 from ..exchange.flags import NO_MAIL, NOT_READ, OTHER_ROWS
 from ..gemm.configs import class_of_rows
 from ..gemm.operation import persistent_matmul
@@ -189,6 +189,7 @@ class GemmAllReduce(NumberedCalls):
         self._check_usable()
         return self._parts
 
+    @numbered
     def __call__(
         self,
         a: torch.Tensor,
@@ -208,6 +209,7 @@ class GemmAllReduce(NumberedCalls):
         """
         return self._call(a, weight, out, residual, norm_weight, eps, True)
 
+    @numbered
     def all_reduce(self, part: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the sum over ranks of `part` [M, N], its rows contiguous; `out` as above, or `part` itself.
 
@@ -217,6 +219,7 @@ class GemmAllReduce(NumberedCalls):
         assert isinstance(result, torch.Tensor)
         return result
 
+    @numbered
     def all_reduce_rms_norm(
         self,
         part: torch.Tensor,

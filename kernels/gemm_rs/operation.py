@@ -30,7 +30,7 @@ from dist_autotune.for_operations import CachedChoice
 
 from ..agreement.ballots import COLLECTIVE
 from ..agreement.failures import FailureKinds, Refusal
-from ..exchange.call import NumberedCalls
+from ..exchange.call import NumberedCalls, numbered
 from ..exchange.fill_nan import filler_of_all
 from ..exchange.flags import FLAGS, NO_PERMIT, NOT_SENT, OTHER_ROWS
 from ..exchange.push import Pushes, SumPusher
@@ -159,6 +159,7 @@ class GemmReduceScatter(NumberedCalls):
 
     # ---- what the caller may use
 
+    @numbered
     def __call__(
         self,
         a: torch.Tensor,

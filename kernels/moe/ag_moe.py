@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..exchange.call import numbered
 from ..exchange.fill_nan import filler_of_all
 from ..exchange.flags import ARRIVED
 from ..launches.settled import TunedKernel
@@ -91,6 +92,7 @@ class AllGatherMoE(ExpertOperation):
 
     # ---- what the caller may use
 
+    @numbered
     def __call__(
         self,
         x_shard: torch.Tensor,
@@ -110,6 +112,7 @@ class AllGatherMoE(ExpertOperation):
         products: torch.Tensor = self._call("call", tokens, operands)[0]
         return products
 
+    @numbered
     def route(
         self,
         x_shard: torch.Tensor,
@@ -128,6 +131,7 @@ class AllGatherMoE(ExpertOperation):
         result: tuple[torch.Tensor, Routing] = self._call("route", tokens, operands)
         return result
 
+    @numbered
     def by_expert(self, x_shard: torch.Tensor, weight: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Return the products of tokens that `route` has sorted, in that order."""
         operands = ExpertOperands(x_shard, weight, routing=routing)

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from dist_autotune import tunable
 
+from ..exchange.call import numbered
 from ..exchange.push import SumPusher
 from ..launches.settled import TunedKernel
 from ..tensors import Apart, begin_at_16_bytes, check_out, check_sizes, check_tensor, check_ways, pitch_of
@@ -106,6 +107,7 @@ class MoEReduceScatter(ExpertOperation):
 
     # ---- what the caller may use
 
+    @numbered
     def __call__(
         self,
         y: torch.Tensor,
@@ -127,6 +129,7 @@ class MoEReduceScatter(ExpertOperation):
         )
         return sums
 
+    @numbered
     def by_expert(
         self,
         y: torch.Tensor,

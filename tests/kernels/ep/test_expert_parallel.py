@@ -269,13 +269,21 @@ def test_a_wrong_argument_of_one_rank_fails_the_call_on_all_and_the_next_is_righ
             "matmul_combine": (d.rows, square, d, weights),
             "combine_backward": (x, d.rows, d, weights),
         }
-        of_call = list(given[kind])
-        if rank == 1:
-            of_call[0] = of_call[0][:, :5]
-        told = r"has shape|have shape" if rank == 1 else r"rank 1 refused its arguments of call 4"
-        with pytest.raises(ValueError, match=told):
-            getattr(op, kind)(*of_call)
-        round_trip(op)
+        shape, unknown = "has shape|have shape", "unexpected keyword argument"
+        told = {ValueError: shape, TypeError: unknown, RuntimeError: f"{kind} has no backward"}
+        for kind_of_error in [*told][: 2 if kind == "combine_backward" else 3]:
+            (first, *others), more = given[kind], {}
+            if rank == 0:
+                told[kind_of_error] = rf"rank 1 refused its arguments of call {op._calls + 1}"
+            elif kind_of_error is ValueError:
+                first = first[:, :5]
+            elif kind_of_error is TypeError:
+                more["unknown"] = 1
+            else:
+                first = first.clone().requires_grad_()
+            with pytest.raises(ValueError if rank == 0 else kind_of_error, match=told[kind_of_error]):
+                getattr(op, kind)(first, *others, **more)
+            round_trip(op)
 
 
 @on_ranks(2, timeout_s=60)

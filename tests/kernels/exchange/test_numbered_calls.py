@@ -197,3 +197,38 @@ def is_broken_by(rank, step, name):
     for raised in (*told[1:], closed):
         assert raised.startswith(f"RuntimeError: {calls.runs.name}, {cause}")
     return True
+
+
+class Misfit:
+    """An operation that is called with an argument too many, or with the first one alone."""
+
+    def __init__(self, op, *, lacks):
+        self._op, self._lacks = op, lacks
+
+    def __getattr__(self, name):
+        return getattr(self._op, name)
+
+    def __call__(self, *args, **kwargs):
+        return self._op(args[0], **kwargs) if self._lacks else self._op(*args, unknown=1, **kwargs)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@on_ranks(2, timeout_s=30.0)
+def test_so_do_arguments_that_do_not_fit_the_signature(rank, name):
+    calls, ended = Calls(rank, 2, name), []
+    told = not (name.split(",")[0] in EXPERTS and "collective" in name)  # sizes are told by lacking arguments
+    with calls.op as op:
+        for wrong in (None, 1, 0, None):
+            calls.op = Misfit(op, lacks=wrong == 0) if rank == wrong else op
+            raised, made = calls.make(told=told)
+            ended.append(raised)
+        assert ended[0] == ended[3] == RIGHT
+        error = calls.error_of(made)
+    for wrong, raised, text in (
+        (1, ended[1], "unexpected keyword argument 'unknown'"),
+        (0, ended[2], "missing "),
+    ):
+        peers = f"ValueError: {calls.runs.name}, rank {rank}: rank {wrong} refused its"
+        assert raised.startswith("TypeError: " if rank == wrong else peers)
+        assert text in raised
+    return [error]
