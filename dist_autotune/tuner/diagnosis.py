@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 from .. import settings
-from ..errors import AgreementTimeout, LaunchFailed, LaunchTimeout, PeerFailed
+from ..errors import AgreementTimeout, LaunchFailed, LaunchTimeout, NoValidConfig, PeerFailed
 from ..formatting import config_label, described
 from ..logs.records import RunFailed
 from ..ranks.watchdog import Watch
@@ -70,6 +70,15 @@ class Diagnosis:
         if isinstance(error, PeerFailed):
             text = f"rank {error.rank}: {error.error}"
         self._recorder.write(RunFailed(run=self._state.orders.runs, by_rank=by_rank, error=text))
+
+    def note_options(self, error: NoValidConfig) -> None:
+        """Say in a note to `error` which options were on trial: what only they launch may have no config."""
+        for context in self._state.orders.contexts.values():
+            option = context.next_launch.planned
+            if context.is_choice and option not in (-1, context.result.incumbent):
+                gave = f"tunable({context.kernel!r}) gave {context.texts[option]} in this run"
+                advice = "Leave that option out where its kernels have no config that works"
+                error.add_note(f"{gave}. {advice}: see docs/options.md.")
 
     def record_failed_exchange(self, error: BaseException) -> None:
         """Write to the log that an exchange has failed; a time-out names the logs of the missing ranks."""

@@ -163,6 +163,8 @@ class SessionExchanges(abc.ABC):
         self._stage = SessionStage.BETWEEN_RUNS
         self.state.guard.record_error()
         self._diagnosis.record_failure(reported, group.rank)
+        if isinstance(error, NoValidConfig):
+            self._diagnosis.note_options(error)
         is_ours = isinstance(error, TuningError)
         is_of_function = stage is SessionStage.IN_FUNCTION and not is_ours and reported is error
         self._run.abandon()

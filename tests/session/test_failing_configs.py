@@ -18,7 +18,7 @@ from kernels_for_tests import (
     winner,
 )
 
-from dist_autotune import NoValidConfig, TuningError, is_tuning
+from dist_autotune import NoValidConfig, TuningError, is_tuning, tunable
 from dist_autotune.logs.records import Banned, Note, SessionClosed
 
 every_failure = pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES.keys())
@@ -82,6 +82,18 @@ def test_when_all_fail_one_error_names_kernel_key_and_every_reason(bench, where)
     assert is_outside()
     assert not is_tuning()
     assert [(record.outcome, record.warning) for record in records(SessionClosed)] == [("NoValidConfig", "")]
+
+
+def test_where_only_an_option_launches_what_has_no_config_the_error_names_the_option(bench):
+    kernel = inject(bench, "launch", dict.fromkeys(BLOCKS, out_of_resources))
+
+    def thunk():
+        return launch(kernel, numbers()) if tunable("way", ["plain", "fast"]) == "fast" else bench.spend(1.0)
+
+    with pytest.raises(NoValidConfig) as caught:
+        bench.tune(thunk)()
+    (note,) = caught.value.__notes__
+    assert note.startswith("tunable('way') gave \"fast\" in this run. Leave that option out where")
 
 
 def test_a_launch_that_runs_out_of_memory_is_banned_and_its_memory_is_free(bench, kernel):
