@@ -19,9 +19,6 @@ from .errors import CacheWarning, InvalidOption
 DEFAULT_N_REPEAT = 5
 DEFAULT_N_WARMUP = 3
 LONGEST_FILLER_MS = 1000.0
-# With bits="same" a session gets on that has a run to tell who launches, two of the first configs, of the
-# winners that were verified before and of those that are next, and the last one.
-LEAST_RUNS_OF_SAME = 8
 DEFAULT_OVERHEAD, FREE_S = 0.15, 10.0  # online; a job does not feel so short a session
 
 
@@ -257,15 +254,10 @@ class Options:
 
     def check_bits(self, *, has_function: bool = True) -> None:
         """Raise InvalidOption if tuning cannot keep to `bits`; has_function: of one, not of steps."""
+        if self.bits == "any" or self.mode == "replay":
+            return
         is_default = isinstance(self.bits, settings.DefaultText)
         given = f"{settings.BITS}={self.bits}" if is_default else f"bits={self.bits!r}"
-        if self.bits == "any" or self.mode == "replay":
-            if self.bits == "same" and self.max_runs is not None and self.max_runs < LEAST_RUNS_OF_SAME:
-                raise InvalidOption(
-                    f"max_runs={self.max_runs} is too little for {given}: sessions would end before "
-                    f"outputs are compared, and no call would settle. Give at least {LEAST_RUNS_OF_SAME}"
-                )
-            return
         why = (
             f"{given} compares outputs by repeating a step from the same inputs and state, and here each "
             "step is made once. Decorate a function that makes one step with @contextual_autotune"
