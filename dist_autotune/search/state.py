@@ -209,7 +209,7 @@ class SearchState:
         self._comparison.leave()
         self.steps.leave()
         if self.verify_bits is not None:
-            self.verify_bits.leave()
+            self.verify_bits.leave(self.rules.max_runs)
 
     def step(self, report: AgreedRun) -> dict[str, Outcome]:
         """Apply one run of all ranks; return its outcome for each context."""

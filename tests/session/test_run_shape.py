@@ -64,6 +64,14 @@ def test_max_runs_is_never_exceeded_and_the_next_call_goes_on(bench, search, max
         assert (only(tuned.report).status, winner(only(tuned.report))) == ("tuned", 256)
 
 
+def test_where_max_runs_lets_no_winner_be_verified_the_report_says_how_many_it_takes(bench):
+    tuned = bench.tuned({16: 3.0, 32: 1.0}, max_runs=4, bits="same")
+    for _ in range(9):
+        tuned()
+    assert "max_runs=4 ended the session before" in tuned.report.warning
+    assert "8 runs or more" in tuned.report.warning
+
+
 # ---- functions in functions
 
 

@@ -19,6 +19,9 @@ from ..shared_context import Status
 from .phase import Phase
 
 RUNS = 2  # of each plan: the second shows whether it repeats itself
+# Of a session that surely gets on: a run to tell who launches, two each of the first configs, of the winners
+# verified before and of the next ones, and the last.
+LEAST_RUNS = 8
 PATIENCE = 3  # runs that launch other candidates than planned
 SHOWN_CONFIGS = 2  # of a plan, in an error
 NO_TENSOR = "the function returns no tensor: name in outputs= what it writes, or use bits='any'"
@@ -204,9 +207,14 @@ class VerifyBits(Phase):
             self.begin()
         return False
 
-    def leave(self) -> None:
+    def leave(self, max_runs: int | None = None) -> None:
         """Put contexts that are not verified back to the first config: the session ends."""
         self._asked, self.is_over = None, True
+        if max_runs is not None and max_runs < LEAST_RUNS and any(self.unverified):
+            self.remark = (
+                f"max_runs={max_runs} ended the session before winners were verified, and first configs "
+                f"stay: give bits='same' {LEAST_RUNS} runs or more"
+            )
         for context in self.unverified:
             if not context.provisional:
                 self._left[context.name] = context.status, context.incumbent
