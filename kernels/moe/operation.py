@@ -112,6 +112,7 @@ class ExpertOperation(NumberedCalls):
                 raise ValueError(f"{name}={size}; it must be 1 to {most}")
         self._capacity, self._max_topk, self._dtype = tokens_per_rank, max_topk, dtype
         self._told: tuple[int, ...] = ()  # of the last call
+        self._last_plan: ExpertPlan | None = None
         self._makes_collectives = collective
         super().__init__(dtype, group, backend, timeout_s)
 
@@ -186,6 +187,7 @@ class ExpertOperation(NumberedCalls):
         """Return the shape of the result."""
 
     def _agree(self, plan: ExpertPlan, is_capturing: bool) -> bool:
+        self._last_plan = plan
         kind, experts, topk, _ = plan
         most_tokens = max(self._told)
         key, of_size = (kind, experts, topk, *self._key), size_class(self.world_size * most_tokens)
@@ -340,14 +342,23 @@ class ExpertOperation(NumberedCalls):
         for make in self._collectives(plan):
             make()
 
-    def _plan_of(self, kind: str, tokens: Sequence[int] | None, operands: ExpertOperands) -> ExpertPlan:
-        """Return the plan of a call that this rank has refused, as far as its arguments are those of all."""
-        routing, experts = operands.routing, len(operands.weight)
-        if routing is not None:
-            self._told = routing.tokens
-            return ExpertPlan(kind, experts, routing.topk, has_weights=False)
+    def _plan_of(
+        self, kind: str, tokens: Sequence[int] | None, operands: ExpertOperands
+    ) -> ExpertPlan | None:
+        """Return the plan of a call that this rank has refused, as far as its arguments are those of all.
+
+        Where they lack, that of the last call: terms tell whether it is the peers'.
+        """
         if tokens is not None:
             self._told = tuple(tokens)
+        routing, weight = operands.routing, operands.weight
+        if routing is not None:
+            self._told = routing.tokens
+        if weight is None or (routing is None and operands.topk_ids is None):
+            return self._last_plan
+        experts = len(weight)
+        if routing is not None:
+            return ExpertPlan(kind, experts, routing.topk, has_weights=False)
         return ExpertPlan(kind, experts, operands.topk_ids.shape[1], kind == self._weighted)
 
     def _collectives(self, plan: ExpertPlan) -> list[Callable[[], None]]:
