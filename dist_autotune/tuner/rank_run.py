@@ -69,7 +69,8 @@ class RankRun:
     def begin(self) -> CallUnderWay:
         """Begin the next run and write its plan to the log; return its launches."""
         state, orders = self._state, self._state.orders
-        is_judged = orders.run.next_run.judged is not None or orders.verifies  # all that it launches counts
+        # All that it launches counts for what judges it, or still waits for the time of a run before.
+        is_judged = orders.run.next_run.judged is not None or orders.run.is_pending or orders.verifies
         launches = state.dispatcher.begin_run(tunes=orders.rules.tunes, reports_all=is_judged)
         self._whole.begin_run()
         plan = decisions.plan_of(orders)
