@@ -64,8 +64,8 @@ class Likeness:
         for name in sorted({name for fields in found for name in fields}):
             texts = [fields.get(name, "") for fields in found]
             if len(different := sorted({*texts})) > 1:
-                table = np.array([[_of_field(_value(a), _value(b)) for b in different] for a in different])
-                self._columns.append((np.array([*map(different.index, texts)]), table))
+                places = {text: place for place, text in enumerate(different)}
+                self._columns.append((np.array([places[text] for text in texts]), _of_field(different)))
 
     def rows(self, places: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Return how alike the configs at these places are to each, in a row each."""
@@ -75,12 +75,15 @@ class Likeness:
         return np.asarray(_ADDITIVE * fields.mean(0) + (1 - _ADDITIVE) * fields.prod(0))
 
 
-def _of_field(a: float | str, b: float | str) -> float:
-    if a == b:
-        return 1.0
-    return 1 / (1 + abs(a - b)) if isinstance(a, float) and isinstance(b, float) else 0.5
+def _of_field(texts: Sequence[str]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return how alike the different values of a field are, in a row each; there may be thousands."""
+    values = np.array([*map(_value, texts)])
+    alike = np.asarray(1 / (1 + np.abs(values[:, None] - values)))
+    alike[np.isnan(alike)] = 0.5
+    np.fill_diagonal(alike, 1.0)
+    return alike
 
 
-def _value(text: str) -> float | str:
-    """Return an integer in doublings, other text as it is."""
-    return signed_log2(int(text)) if re.fullmatch(r"-?\d{1,18}", text) else text
+def _value(text: str) -> float:
+    """Return an integer in doublings, nan for other text."""
+    return signed_log2(int(text)) if re.fullmatch(r"-?\d{1,18}", text) else math.nan
