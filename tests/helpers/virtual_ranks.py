@@ -22,7 +22,7 @@ from unittest import mock
 from dist_autotune.errors import AgreementTimeout, NoValidConfig, PeerFailed, PeerHasNoConfig
 from dist_autotune.ranks.exchange import Decide, ExchangeWait
 
-HANG_S = 120.0  # of one program: ranks that take turns never wait, so only a defect of this file lasts
+HANG_S = 120.0  # of one turn: ranks that take turns never wait, so only a defect of this file lasts
 
 Watch = Callable[[int, "list[bytes]", "list[VirtualAgreement]"], None]  # sequence, payloads by rank, ranks
 
@@ -110,6 +110,7 @@ class VirtualGroup:
         self._posted: dict[int, dict[int, bytes]] = {}
         self._decides: dict[int, Decide] = {}
         self.broken: BaseException | None = None
+        self._turns = 0  # so far
         self._all_ended = threading.Event()
 
     def run(self, program: Callable[[VirtualAgreement], Any]) -> list[Any]:
@@ -132,7 +133,10 @@ class VirtualGroup:
         for thread in threads:
             thread.start()
         self._hand_over()
-        assert self._all_ended.wait(HANG_S), "the virtual ranks hang: a defect of virtual_ranks.py"
+        turns = -1
+        while not self._all_ended.wait(HANG_S):
+            assert self._turns > turns, "the virtual ranks hang: a defect of virtual_ranks.py"
+            turns = self._turns
         for thread in threads:
             thread.join()
         if self.broken is not None:
@@ -150,6 +154,7 @@ class VirtualGroup:
             raise Gone
 
     def _hand_over(self) -> None:
+        self._turns += 1
         alive = [a for a in self.agreements if not a.has_ended]
         if not alive:
             self._all_ended.set()
