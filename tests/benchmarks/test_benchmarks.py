@@ -96,12 +96,7 @@ BENCHMARKS = {
         {"first configs", "stock", "by launches", "by step", "gloo + torch", "async TP"},
         most_error=1e-4,
     ),
-    "persistent_gemm": Times(
-        {"cuBLAS", "ours"},
-        ("--parts",),
-        tuned=frozenset({"plain_gemm"}),
-        ranks=1,
-    ),
+    "persistent_gemm": Times({"cuBLAS", "ours"}, ("--parts",), tuned=frozenset({"plain_gemm"}), ranks=1),
     "operations.elementwise_add": Times({"copy", "torch.add", "ours"}, most_error=0.0, ranks=1),
 }
 

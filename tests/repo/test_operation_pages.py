@@ -63,13 +63,7 @@ def run_moe(rank: int) -> None:
         w1, w2 = torch.randn(EXPERTS, 16, K), torch.randn(EXPERTS, K, 16)
         topk_ids = torch.stack([torch.randperm(EXPERTS)[:TOPK] for _ in range(TOKENS)])
         given = {"tokens_per_rank": TOKENS, "k": K, "dtype": torch.float32, "activation": relu}
-        tensors = {
-            "x_shard": x_shard,
-            "w1": w1,
-            "w2": w2,
-            "topk_ids": topk_ids,
-            "topk_weights": topk_weights,
-        }
+        tensors = {"x_shard": x_shard, "w1": w1, "w2": w2, "topk_ids": topk_ids, "topk_weights": topk_weights}
         y = run_page("moe", given | tensors)["y"]
         ids, weights = gathered(topk_ids), gathered(topk_weights)
         hidden = relu(torch.einsum("tk,tjnk->tjn", gathered(x_shard), w1[ids]))

@@ -60,15 +60,7 @@ TUNER = Package(
         ("triton_api", "search"),
         ("ranks",),
     ),
-    {
-        "codec",
-        "errors",
-        "formatting",
-        "options",
-        "settings",
-        "tables",
-        "version",
-    },
+    {"codec", "errors", "formatting", "options", "settings", "tables", "version"},
     {"__init__", "__main__", "for_operations", "stock_triton", "torchtitan"},
 )
 KERNELS = Package(

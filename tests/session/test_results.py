@@ -140,10 +140,8 @@ def test_the_report_has_the_contexts_of_earlier_sessions_too(bench, kernel, mode
 
 
 def test_online_the_log_says_nothing_more_of_a_settled_context_in_each_run(bench, tmp_path):
-    few, many = (
-        bench.kernel({16: 3.0, 32: 1.0}),
-        bench.kernel({16: 3.0, 32: 1.0, 64: 2.0, 128: 2.0, 256: 2.0}),
-    )
+    few = bench.kernel({16: 3.0, 32: 1.0})
+    many = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0, 128: 2.0, 256: 2.0})
     tuned = bench.tune(
         lambda: (launch(few, numbers()), launch(many, numbers(24))), mode="online", log_dir=str(tmp_path)
     )

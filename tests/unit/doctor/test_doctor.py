@@ -157,12 +157,7 @@ def with_ranks(facts: dict[str, Any], *, stage: str = "", problem: str = "") -> 
             "GLOO_SOCKET_IFNAME",
         ),
         (with_ranks({}, stage="shm", problem="OSError: no space"), "problem", "two CPU ranks", "--shm-size"),
-        (
-            machine(setting_error="DIST_AUTOTUNE_MODE='fast'"),
-            "problem",
-            "variables",
-            "docs/environment.md",
-        ),
+        (machine(setting_error="DIST_AUTOTUNE_MODE='fast'"), "problem", "variables", "docs/environment.md"),
         (machine(unknown_variables="X"), "remark", "variables", "docs/environment.md"),
         (machine(unwritable={"cache": "X"}), "remark", "cache", "DIST_AUTOTUNE_CACHE_DIR"),
         (with_versions(numpy="2.4.0"), "problem", "numpy", "pip install 'numpy<2.4'"),

@@ -109,11 +109,7 @@ def test_on_a_terminal_it_draws_a_bar_that_fits_80_columns(terminal):
     drawn = re.sub(r"\x1b\[[0-9;]*m", "", shown(None, is_first=True, stderr=terminal))
     lines = [line for line in re.split(r"\x1b\[2K|\r|\n", drawn) if "train_step" in line]
     under_way = [line for line in lines if "60 timed" in line]
-    assert under_way[-1].split(maxsplit=3)[3].split("  ") == [
-        "30/60 timed",
-        "3.900 ms (-25 %)",
-        "0:04 left",
-    ]
+    assert under_way[-1].split(maxsplit=3)[3].split("  ") == ["30/60 timed", "3.900 ms (-25 %)", "0:04 left"]
     assert "left" not in under_way[2].rpartition("ms")[2]  # three runs say nothing of the time left
     assert lines[-1].endswith("settled")
     assert "\u2578" not in lines[-1]  # the half dash: the bar is full
