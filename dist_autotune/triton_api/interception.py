@@ -225,7 +225,7 @@ def settled_config(tuner: Autotuner, key: Key) -> Any:
     call = INTERCEPTION.call_here() if INTERCEPTION.calls else None
     if call is None:
         return tuner.configs[0] if len(tuner.configs) == 1 else tuner.cache.get(key)
-    known = call.settled.get(id(tuner))  # empty while a launch may be a trial
+    known = call.settled.get(id(tuner))  # without keys that are on trial
     if known is None or (known.configs and known.configs != tuner.configs):
         return None
     config, _ = known.only or known.by_key.get(key, (None, None))

@@ -1,6 +1,6 @@
 """Settled launches: config, compiled kernel and grid as the tuning left them.
 
-One is taken while no launch may be a trial, and as long as the tuner's choice is the one that was remembered,
+One is taken while its key is not on trial, and as long as the tuner's choice is the one that was remembered,
 so a later tuning is followed at once. Of tuned functions that share an operation each launches the config
 that it has settled on. A launch that nobody has tuned and that cannot be timed alone takes the first
 candidate and warns once.

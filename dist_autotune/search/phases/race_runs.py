@@ -79,8 +79,7 @@ class RaceRuns(RunPhase):
     def _settle(self, plan: Plan, status: Status) -> None:
         raced = self._timed()
         kept = [(ms, each) for each, ms in self._ms.values() if each == plan][-1:]
-        self.remark = self._untried
-        self._note_host(raced)
+        self.remark = "; ".join(filter(None, (self._untried, self._host_note(raced))))
         for context in self._contexts.values():
             if context.is_tuned_by_launches or context.provisional:
                 continue
@@ -97,14 +96,15 @@ class RaceRuns(RunPhase):
                 for ms, index in timed:  # of each candidate, that of the best plan with it
                     context.times.ms.setdefault(index, float(ms))
 
-    def _note_host(self, raced: list[tuple[float, Plan]]) -> None:
-        """Say so where the host takes longer for a run than the device: then no plan makes it faster."""
-        if raced and self._objective != "graph" and self._host_ms >= HOST_SHARE * raced[0][0]:
-            self.remark = (
-                f"the host bounds this function: it takes {self._host_ms:.3g} ms to enqueue a run, of which "
-                f"the device works {raced[0][0]:.3g} ms. Plans were compared by the device's time, after a "
-                "filler; they matter once the host is faster, or in a CUDA graph"
-            )
+    def _host_note(self, raced: list[tuple[float, Plan]]) -> str:
+        """Return a note where the host takes longer for a run than the device: no plan makes it faster."""
+        if not raced or self._objective == "graph" or self._host_ms < HOST_SHARE * raced[0][0]:
+            return ""
+        return (
+            f"the host bounds this function: it takes {self._host_ms:.3g} ms to enqueue a run, of which "
+            f"the device works {raced[0][0]:.3g} ms. Plans were compared by the device's time, after a "
+            "filler; they matter once the host is faster, or in a CUDA graph"
+        )
 
     def _searched(self) -> Search:
         """Explore the options; then search the plans."""

@@ -8,7 +8,7 @@ from rank_programs import tune
 from benchmarks.simulation.protocol_simulation import Simulation, columns
 from dist_autotune import tunable
 from dist_autotune.search.budget import planned_runs
-from dist_autotune.search.messages import Part
+from dist_autotune.search.messages import HostTimes, Part
 from ranks import assert_all_ok, run_ranks
 
 
@@ -82,9 +82,12 @@ def test_choices_of_one_kind_take_options_of_their_own_or_it_is_told_that_these_
     simulation = racing(
         contexts, {}, choices={*wanted}, run_ms=lambda plan: 8.0 - len(wanted.items() & plan.items())
     )
+    report = simulation._report
+    simulation._report = lambda *about: replace(report(*about), host=HostTimes(enqueue_ms=9.0))
     simulation.session()
     assert (simulation.winners() == wanted) == tried
     assert ("took the same one" in simulation.tuning.made.remark) != tried
+    assert "the host bounds this function: it takes 9 ms" in simulation.tuning.made.remark
 
 
 def test_a_choice_that_only_one_option_asks_for_is_explored_and_raced_under_it():
