@@ -8,12 +8,22 @@ import torch.distributed as dist
 from kernels_for_tests import Bench, launch, numbers, records
 from rank_programs import TIMEOUT_S, blocks_of, tune, tuned_step
 
+from dist_autotune.ranks import questions
 from dist_autotune.tuner import session_exchanges
 from ranks import assert_all_ok, meet, run_ranks
 
 WAIT_S = session_exchanges.PATIENCE_S + 2.0  # on a busy machine
 
 
+@pytest.fixture
+def short_patience(monkeypatch, quick_heartbeats):
+    """Let ranks wait briefly for peers that make no call, however long a run takes on a busy machine."""
+    monkeypatch.setattr(session_exchanges, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(session_exchanges, "PATIENCE_RUNS", 0)
+    monkeypatch.setattr(questions, "ANSWER_S", 0.5)
+
+
+@pytest.mark.usefixtures("short_patience")
 @pytest.mark.parametrize("mode", ["online", "replay"])
 def test_ranks_that_call_less_often_cost_the_others_short_waits_and_keys_are_tuned_or_told(mode):
     def program(rank):
@@ -52,6 +62,7 @@ def test_a_rank_whose_loader_is_slow_is_waited_for_over_all_steps_between_two_ex
     assert not any("made no call" in result.stderr for result in results)
 
 
+@pytest.mark.usefixtures("short_patience")
 def test_after_three_calls_in_a_row_the_keys_stay_untuned_until_all_meet_again():
     def program(rank):
         step, _ = tuned_step({16: 3.0, 32: 1.0, 48: 2.0, 64: 4.0}, mode="online")

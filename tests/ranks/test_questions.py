@@ -17,6 +17,22 @@ from ranks import assert_all_ok, meet, run_ranks
 WAIT_S = questions.ANSWER_S + 1.0  # for an answer, on a busy machine
 
 
+@pytest.fixture
+def short_answers(monkeypatch):
+    """Let ranks wait less for an answer: what a busy machine adds is far below WAIT_S then."""
+    monkeypatch.setattr(questions, "ANSWER_S", 0.5)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Return a list that grows by one with each question of this rank."""
+    asked, genuine = [], questions.CallCount.ask
+    monkeypatch.setattr(
+        questions.CallCount, "ask", lambda *args, **begins: asked.append(1) or genuine(*args, **begins)
+    )
+    return asked
+
+
 def timed(call):
     """Return how long a call took."""
     began = time.monotonic()
@@ -43,6 +59,7 @@ def test_keys_that_all_ranks_meet_in_one_call_are_tuned_there(world, mode):
         assert ended == (mode == "online", [16, 32], ())
 
 
+@pytest.mark.usefixtures("short_answers")
 @on_ranks(2)
 def test_a_key_that_one_rank_meets_keeps_its_config_and_is_told_as_untuned(rank):
     step, bench, sizes = settled_step()
@@ -61,13 +78,9 @@ def test_a_key_that_one_rank_meets_keeps_its_config_and_is_told_as_untuned(rank)
         assert untuned == ()
 
 
-def test_a_key_is_asked_about_in_three_calls_at_most_and_retune_tunes_it(monkeypatch):
+def test_a_key_is_asked_about_in_three_calls_at_most_and_retune_tunes_it(asked):
     def program(rank):
         step, bench, sizes = settled_step()
-        asked, genuine = [], questions.CallCount.ask
-        monkeypatch.setattr(
-            questions.CallCount, "ask", lambda *args, **begins: asked.append(1) or genuine(*args, **begins)
-        )
         if rank == 1:
             sizes.append(8)
         for _ in range(6):
@@ -81,6 +94,7 @@ def test_a_key_is_asked_about_in_three_calls_at_most_and_retune_tunes_it(monkeyp
     assert assert_all_ok(run_ranks(program, 2)) == [(0, [], (), []), (3, [8], (), [16, 32])]
 
 
+@pytest.mark.usefixtures("short_answers")
 def test_after_one_extra_call_of_a_rank_new_keys_are_tuned_or_told_and_nobody_waits_long():
     def program(rank):
         step, bench, sizes = settled_step()
@@ -125,10 +139,10 @@ def test_a_settled_call_that_raises_counts_as_a_call():
         else:
             step()
         sizes.append(8)
-        took_s = timed(step)
-        return took_s < WAIT_S, sorted(set(bench.blocks(n=8))), step.untuned
+        step()
+        return sorted(set(bench.blocks(n=8))), step.untuned  # asked about another call, it would be untuned
 
-    assert assert_all_ok(run_ranks(program, 2)) == [(True, [16, 32], ())] * 2
+    assert assert_all_ok(run_ranks(program, 2)) == [([16, 32], ())] * 2
 
 
 def test_a_rank_that_is_inside_the_call_for_long_is_waited_for():
@@ -202,18 +216,19 @@ def test_a_rank_that_is_interrupted_while_it_asks_tunes_in_its_next_call_with_it
     assert assert_all_ok(run_ranks(program, 2)) == [(True, True)] * 2
 
 
-def test_a_peer_that_is_gone_costs_its_waits_only():
+@pytest.mark.usefixtures("short_answers")
+def test_a_peer_that_is_gone_costs_its_waits_only(asked):
     def program(rank):
         step, _, sizes = settled_step()
         meet()
         if rank == 1:
             os._exit(0)
         sizes.append(8)
-        return [timed(step) for _ in range(5)], step.untuned, step.settled
+        return [timed(step) for _ in range(5)], len(asked), step.untuned, step.settled
 
-    took_s, untuned, settled = run_ranks(program, 2)[0].value
+    took_s, asks, untuned, settled = run_ranks(program, 2)[0].value
     assert sum(took_s) < 3 * WAIT_S
-    assert max(took_s[3:]) < 0.5
+    assert asks == 3
     assert settled
     assert untuned[0][2].startswith("rank 1 gave no answer within")
 

@@ -17,6 +17,7 @@ from rank_programs import (
     failing_step,
     grid,
     run_until_settled,
+    set_patience,
     tune,
     tuned_step,
 )
@@ -52,10 +53,10 @@ def test_a_rank_that_dies_is_named_in_its_row_and_in_its_column_and_missed_by_no
     def program(rank):
         row, column = grid(rank)
         meet()  # all groups are connected
-        # Impatient with rank 1 only: rank 0 comes to its column late, when it has given up its row.
-        of_row, of_column = SHORT_S if rank < 2 else TIMEOUT_S, SHORT_S if rank % 2 else TIMEOUT_S
-        fails = {1: lambda: os.kill(os.getpid(), signal.SIGKILL)}
-        forward, _, _ = failing_step(rank, fails=fails, at_run=1, group=row, timeout_s=of_row)
+        # Impatient with rank 1 only, once it is gone: rank 0 comes to its column late.
+        fails = {0: lambda: set_patience(forward, SHORT_S), 1: lambda: os.kill(os.getpid(), signal.SIGKILL)}
+        forward, _, _ = failing_step(rank, fails=fails, at_run=1, group=row)
+        of_column = SHORT_S if rank % 2 else TIMEOUT_S
         optimizer, _ = tuned_step({16: 3.0, 32: 1.0}, double, group=column, timeout_s=of_column)
         endings = []
         for step in (forward, optimizer):

@@ -79,9 +79,12 @@ def test_a_rank_that_is_told_to_terminate_in_the_middle_of_a_run_releases_its_pe
                 if handled:
                     signal.signal(signal.SIGTERM, leave)
                 os.kill(os.getpid(), signal.SIGTERM)
+            elif len(runs) == 2 and not handled:
+                set_patience(step, SHORT_S)
+                meet(0, 2)
             return y
 
-        step = tune(bench, thunk, timeout_s=TIMEOUT_S if handled else IN_TIME_S)
+        step = tune(bench, thunk)
         end = ending(step)
         assert is_outside()
         return end
@@ -153,7 +156,9 @@ def test_a_rank_that_compiles_is_not_given_up(where, monkeypatch, quick_heartbea
     # Nothing compiles in the interpreter: the two places where it would are made slow on one rank.
     def program(rank):
         def compiles(*args, **kwargs):
-            time.sleep(2 * SHORT_S if rank == 1 and not slow else 0)
+            if not slow:
+                set_patience(step, SHORT_S)
+                time.sleep(2 * SHORT_S * rank)
             slow.append(None)
             return dispatcher.preflight.Planned()
 
@@ -166,7 +171,7 @@ def test_a_rank_that_compiles_is_not_given_up(where, monkeypatch, quick_heartbea
             monkeypatch.setattr(dispatcher.preflight, "current_device", lambda: 0)
             monkeypatch.setattr(dispatcher.Launch, "compile", compiles)
         patient = dict.fromkeys((0, 1), lambda: set_patience(step, TIMEOUT_S))
-        step, _, x = failing_step(rank, fails=patient, at_run=2, timeout_s=SHORT_S)
+        step, _, x = failing_step(rank, fails=patient, at_run=2)
         meet()
         began = time.monotonic()
         winners = assert_next_call_works(step, x)
