@@ -115,11 +115,6 @@ def test_a_standard_file_may_be_closed(standard):
     assert reasons == ("", "the compiler was ended by SIGABRT")
 
 
-def test_there_may_be_more_pieces_than_a_pipe_holds():
-    told = endings(child(*[int] * 20_000, workers=lambda own: 4))
-    assert sorted(told) == [(place, Ending()) for place in range(20_000)]
-
-
 @pytest.mark.parametrize(("refused", "told"), [([1], 3), (range(9), 0)], ids=["the second", "each"])
 def test_where_workers_are_refused_fewer_compile_and_none_is_banned(monkeypatch, refused, told):
     rank, forks, fork = os.getpid(), itertools.count(), os.fork

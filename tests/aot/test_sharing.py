@@ -12,7 +12,6 @@ import triton
 from candidates import GOOD, Compiler, Preflight, arrive, kernel, settle, tuned
 from candidates import preflight as preflight_launch
 
-from dist_autotune.compilation.compiler import CompileOptions
 from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, run_ranks
 
@@ -52,21 +51,6 @@ def test_two_ranks_split_the_candidates_and_each_has_all(device, compiler, tmp_p
         assert compiled < len(BLOCKS) if shares_cache else compiled == len(BLOCKS)
         (reason,) = found.reasons.values()  # of 128, which is compiled and does not load
         assert reason.startswith("OutOfResources")
-
-
-@pytest.mark.parametrize(
-    ("cores", "rank", "ranks", "behind", "jobs"),
-    [
-        (16, 7, 8, False, 2), (16, 0, 3, False, 6), (16, 2, 3, False, 5), (16, 63, 64, False, 1),
-        (128, 0, 8, True, 8), (16, 0, 8, True, 1), (1, 0, 1, True, 1),
-    ],
-)  # fmt: skip
-def test_a_rank_compiles_as_many_at_a_time_as_its_share_of_the_cores_behind_runs_half(
-    monkeypatch, cores, rank, ranks, behind, jobs
-):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-    assert CompileOptions(rank, ranks, in_background=behind).workers == jobs
-    assert CompileOptions(rank, ranks, in_background=behind, jobs=5).workers == 5
 
 
 def test_ctrl_c_leaves_no_process(device, compiler):

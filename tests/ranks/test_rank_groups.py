@@ -127,25 +127,24 @@ def test_a_mesh_of_one_dimension_is_its_group():
 
 def test_a_child_that_is_forked_while_a_thread_makes_a_group_waits_for_no_lock(monkeypatch):
     def program(rank):
-        begun, ends = threading.Event(), threading.Event()
+        made, genuine = threading.Barrier(2), group.ProcessGroup
 
-        class Slow(group.ProcessGroup):
-            def __init__(self, *given):
-                begun.set()
-                assert ends.wait(30)
-                super().__init__(*given)
+        def slow(*given):
+            made.wait(30)
+            made.wait(30)
+            return genuine(*given)
 
-        monkeypatch.setattr(group, "ProcessGroup", Slow)
+        monkeypatch.setattr(group, "ProcessGroup", slow)
         maker = threading.Thread(target=group.GROUPS.of, args=(None,))
         maker.start()
-        assert begun.wait(30)
+        made.wait(30)
         monkeypatch.undo()
         if (pid := os.fork()) == 0:
             signal.alarm(10)
             group.GROUPS.of(None)
             os._exit(0)
         ended = os.waitpid(pid, 0)[1]
-        ends.set()
+        made.wait(30)
         maker.join()
         return ended
 

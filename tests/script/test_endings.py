@@ -87,13 +87,8 @@ def test_the_variable_off_runs_the_program_alone(tmp_path):
     ("arguments", "text"),
     [
         (["missing.py"], "There is no file missing.py"),
-        (
-            ["--objective", "worst", "program.py"],
-            "objective='worst': expected one of 'kernel', 'thunk', 'graph'",
-        ),
-        (["--n-repeat", "0", "program.py"], "n_repeat=0: expected an int of at least 1"),
+        (["--objective", "worst", "program.py"], "objective='worst': expected one of"),
         (["--n-repeat", "few", "program.py"], "Invalid value for '--n-repeat'"),
-        (["--timeout-s", "-1", "program.py"], "timeout_s=-1.0"),
         (["--step", "nowhere", "program.py"], "--step 'nowhere': expected module:function"),
         (["--unknown", "program.py"], "--unknown"),
         ([], "SCRIPT"),

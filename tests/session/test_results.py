@@ -11,8 +11,6 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import PTXASError
 
 from dist_autotune import CacheWarning
-from dist_autotune.logs.records import ContextSettled, Trial
-from dist_autotune.reports.contexts import of_kind
 from dist_autotune.reports.history import load_history
 
 HAS_LISTENER = "listener" in vars(type(knobs.autotuning))
@@ -137,22 +135,6 @@ def test_the_report_has_the_contexts_of_earlier_sessions_too(bench, kernel, mode
     assert (
         text.index("add[24") < text.index("Of earlier sessions") < text.index("add[16") < text.index("add[8")
     )
-
-
-def test_online_the_log_says_nothing_more_of_a_settled_context_in_each_run(bench, tmp_path):
-    few = bench.kernel({16: 3.0, 32: 1.0})
-    many = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0, 128: 2.0, 256: 2.0})
-    tuned = bench.tune(
-        lambda: (launch(few, numbers()), launch(many, numbers(24))), mode="online", log_dir=str(tmp_path)
-    )
-    while not tuned.settled:
-        tuned()
-    (session,) = load_history(tmp_path).sessions
-    settled = {each.context: each.run for each in of_kind(session.records, ContextSettled)}
-    last = {each.context: each.run for each in of_kind(session.records, Trial)}
-    assert last.keys() == settled.keys()
-    assert all(last[context] <= run for context, run in settled.items())
-    assert min(settled.values()) < max(settled.values())
 
 
 # ---- what the next process finds on disk, and what it must not use

@@ -106,17 +106,6 @@ def test_options_that_python_takes_for_equal_are_told_apart(bench):
     assert repr(tunable("mixed", [0, 1])) == "0"
 
 
-def test_a_name_that_is_no_utf_8_is_written_with_escapes(bench, tmp_cache):
-    def thunk():
-        way = tunable("way \udcff", [1, 2], key=("\udcfe",))
-        bench.spend({1: 3.0, 2: 1.0}[way])
-        return way
-
-    tuned = bench.tune(thunk)
-    assert tuned() == tuned() == tunable("way \udcff", [1, 2], key=("\udcfe",)) == 2
-    assert [context.kernel for context in tuned.report.contexts] == ["way \\udcff"]
-
-
 def test_online_an_option_is_judged_with_kernels_that_earlier_sessions_have_settled(bench, monkeypatch):
     def hold_after_trials(pace, overhead, kind):
         pace.holds = kind is StepKind.TRIAL

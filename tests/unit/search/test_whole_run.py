@@ -61,20 +61,6 @@ def test_each_of_more_options_than_plans_race_is_tried(options, kernel):
     assert runs <= planned_runs(simulation.tuning.rules, [*simulation.tuning.contexts.values()])
 
 
-@pytest.mark.parametrize("gains", [{"way": 17}, {"depth": 13}, {"way": 17, "depth": 13}])
-def test_options_of_two_choices_are_found_where_their_combinations_are_too_many_to_race(gains):
-    """Of 20 x 20 combinations the first 64 were raced: of the first choice four options."""
-    wanted = {name: f"{name}{number}" for name, number in gains.items()}
-    simulation = racing(
-        named("way", "depth", candidates=20),
-        {},
-        choices={"way", "depth"},
-        run_ms=lambda plan: 4.0 - sum(plan[name] == option for name, option in wanted.items()),
-    )
-    simulation.session()
-    assert wanted.items() <= simulation.winners().items()
-
-
 @pytest.mark.parametrize(("options", "tried"), [(3, True), (17, False)])
 def test_choices_of_one_kind_take_options_of_their_own_or_it_is_told_that_these_are_too_many(options, tried):
     wanted = {"up": "o1", "down": "o0", "in": "o1", "out": "o2"}

@@ -1,5 +1,7 @@
 """Options: what cannot be used is an error with the value given and what is needed. Exported names."""
 
+import math
+
 import pytest
 import torch
 
@@ -23,7 +25,7 @@ def thunk() -> str:
         ({"n_warmup": -1}, "n_warmup=-1: expected an int of at least 0"),
         ({"max_runs": 0}, "max_runs=0"),
         ({"timeout_s": 0}, "timeout_s=0: expected a positive number of seconds"),
-        ({"timeout_s": float("inf")}, "timeout_s=inf"),
+        ({"timeout_s": math.inf}, "timeout_s=inf"),
         ({"budget_s": -1.0}, "budget_s=-1.0"),
         ({"clock": object()}, r"has no method start\(\)"),
         ({"clock": WallClock}, r"give a clock, not its class: WallClock\(\)"),
@@ -33,16 +35,11 @@ def thunk() -> str:
         ({"preserve": (3,)}, "preserve= holds a builtins.int"),
         ({"preserve": (torch.zeros(1).expand(3),)}, r"strides \(0,\): elements overlap"),
         ({"cache": 3}, "cache=3"),
-        ({"log_dir": 3}, "log_dir=3"),
         ({"log_dir": ""}, "log_dir='': give a directory"),
-        ({"name": 3}, "name=3"),
         ({"name": ""}, "name='': give a name"),
         ({"compile_jobs": 0}, "compile_jobs=0: expected an int of at least 1"),
         ({"filler_ms": -1}, "filler_ms=-1: expected milliseconds, from 0 to 1000"),
-        *(
-            ({"overhead": share}, f"overhead={share!r}: expected ")
-            for share in (0, -0.1, 1.5, True, "0.15", float("nan"), float("inf"))
-        ),
+        *(({"overhead": given}, f"overhead={given!r}: expected ") for given in (0, 1.5, True, "1", math.nan)),
         ({"progress": "yes"}, "progress='yes'"),
         ({"watch": 1}, "watch=1"),
         ({"group": 7}, "group=7: expected a process group, a DeviceMesh, or None"),
