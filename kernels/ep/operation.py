@@ -18,21 +18,13 @@ from ..moe.launch import check_experts, size_class
 from ..moe.tokens import check_choices, check_weights
 from ..signals import Failure
 from ..tensors import Apart, check_fp8, check_no_gradient, check_out, check_sizes, check_tensor, check_ways
+from .kinds import ARGUMENTS, BACKWARD, COMBINE, DISPATCH, DISPATCH_MATMUL, MATMUL_COMBINE
 from .launches import Dispatched, Launches, Sizes, check_is_dispatched
 from .slots import NOT_DISPATCHED, NOT_RETURNED, OTHER_FORMAT, OVER_CAPACITY, SCALED
 
 MOST_POSITIONS = 2**30  # choices of all ranks, in two slots of int32 positions
 MOST_RANKS = 32  # of which a kernel holds a bit each
 MOST_TOKENS_AT_ONCE = 128  # placing more in one launch takes longer than the launches that it saves
-DISPATCH, COMBINE = "dispatch", "combine"  # the exchanges that kinds of calls are
-DISPATCH_MATMUL, MATMUL_COMBINE, BACKWARD = "dispatch_matmul", "matmul_combine", "combine_backward"
-# The arguments of calls that have no backward.
-ARGUMENTS = {
-    DISPATCH: ("x", "topk_ids", "fp8"),
-    COMBINE: ("rows", "d", "topk_weights", "out"),
-    DISPATCH_MATMUL: ("x", "weight", "topk_ids"),
-    MATMUL_COMBINE: ("rows", "weight", "d", "topk_weights", "out"),
-}
 
 _NUMBERS = itertools.count()
 OPEN: weakref.WeakValueDictionary[str, ExpertParallel] = weakref.WeakValueDictionary()  # by name
