@@ -170,9 +170,10 @@ def check_no_gradient(operation: str, **tensors: object) -> None:
     """Raise RuntimeError if autograd would have to follow this call: the result would have no gradient."""
     if not torch.is_grad_enabled():
         return
-    asking = [
-        name for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor) and tensor.requires_grad
-    ]
+    asking = []
+    for name, tensor in tensors.items():  # in each call: a comprehension is one function more
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            asking.append(name)
     if asking:
         raise RuntimeError(
             f"{operation} has no backward, but grad is enabled and required by {', '.join(asking)}: its "
