@@ -380,7 +380,7 @@ class AllGatherGemm(NumberedCalls):
             assert self._mail is not None
             self._mail.send_nan(self._facts.programs, rows, self._patience_ticks)
         else:
-            self._stand_in_by_pushes(self._pusher.flags, counted=True)
+            self._stand_in_by_pushes(self._pusher.flags, counted=True, announced=False)
         self._gathered = 0
 
     def _collectives(self, layout: GatherLayout) -> list[Callable[[], None]]:

@@ -18,8 +18,8 @@ from ..signals import GIVEN_UP
 from ..symm import Wait, Write
 from ..symm.shm import HostStream
 from .chunks import wait_for_own, wait_for_rows
-from .flags import AFTER, ARRIVED, DONE, FREE, ROWS_SENT
-from .peers import Peers, free_side_stream, told_by
+from .flags import AFTER, ARRIVED, DONE, FREE, NOT_PUSHED, ROWS_SENT
+from .peers import Peers, free_side_stream, told_by, wait_for_flag
 from .push import Pushes
 
 FAR = GIVEN_UP.value + 1  # of a flag whose rank is given up
@@ -27,16 +27,27 @@ POLL_S = 1e-4
 
 
 @triton.jit(do_not_specialize=["rank", "patience_ticks"])
-def await_parts(flags_ptr, errors_ptr, rank, patience_ticks, WORLD: tl.constexpr, COUNTED: tl.constexpr):
+def await_parts(
+    flags_ptr,
+    errors_ptr,
+    rank,
+    patience_ticks,
+    WORLD: tl.constexpr,
+    COUNTED: tl.constexpr,
+    ANNOUNCED: tl.constexpr,
+):
     """Return when all peers' parts are here and ours has left, or patience has ended; a program a rank.
 
-    COUNTED: ARRIVED counts the rows that ROWS_SENT announces.
+    COUNTED: ARRIVED counts the rows that ROWS_SENT announces. ANNOUNCED: side streams take permits and raise
+    ROWS_SENT, but a kernel may raise ARRIVED before.
     """
     part = (rank + 1 + tl.program_id(0)) % WORLD
     peers = Peers(flags_ptr, errors_ptr, rank, patience_ticks)
     if part == rank:  # by the last program
         wait_for_own(peers, WORLD)
     else:
+        if ANNOUNCED:
+            wait_for_flag(ROWS_SENT, NOT_PUSHED, part, peers, WORLD)
         arrived = wait_for_rows(part, 1, peers, WORLD, False)
         if COUNTED and arrived < GIVEN_UP:
             arrived = wait_for_rows(part, told_by(part, peers, WORLD), peers, WORLD, False)
@@ -55,8 +66,12 @@ def stand_in(
     patience_ticks: int,
     *,
     counted: bool,
+    announced: bool,
 ) -> None:
-    """Enqueue, in place of a call, what its peers and the next call need: see [Note: a rank stands in]."""
+    """Enqueue, in place of a call, what its peers and the next call need: see [Note: a rank stands in].
+
+    counted, announced: see `await_parts`.
+    """
     rank, world = pushes.memory.rank, pushes.memory.world_size
     first, last = pushes.fork(at_once=True)
     steps = [*first]
@@ -64,8 +79,9 @@ def stand_in(
         steps += pushes.taking(peer, FREE.value)
         steps += [pushes.raising(peer, ROWS_SENT.value, mark), pushes.raising(peer, ARRIVED.value, 1)]
     pushes.run("stands in", [*steps, *last, pushes.leave], at_once=True)
-    kind = (world, flags.device, flags.data_ptr() % 16 == 0, errors.data_ptr() % 16 == 0, counted)
-    constants = {"WORLD": world, "COUNTED": counted}
+    constants = {"WORLD": world, "COUNTED": counted, "ANNOUNCED": announced}
+    aligned = flags.data_ptr() % 16 == 0, errors.data_ptr() % 16 == 0
+    kind = (flags.device, *aligned, *constants.values())
     _AWAIT.launch(kind, (world, 1, 1), (flags, errors), (rank, patience_ticks), constants)
     if pushes.memory.device.type == "cpu":
         pushes.stream.join()

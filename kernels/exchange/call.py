@@ -174,9 +174,9 @@ class NumberedCalls(Operation):
         went_ahead: see `_ask_peers`. given: the arguments, if the call was refused.
         """
 
-    def _stand_in_by_pushes(self, flags: torch.Tensor, *, counted: bool) -> None:
+    def _stand_in_by_pushes(self, flags: torch.Tensor, **ways: bool) -> None:
         words, mark = self._failures.words, self._failure_kinds.refusal.mark
-        absence.stand_in(self._pushes, flags, words, mark, self._patience_ticks, counted=counted)
+        absence.stand_in(self._pushes, flags, words, mark, self._patience_ticks, **ways)
 
     def _leave_peers(self) -> None:
         """Give this rank up on each peer, from the first call without its part on."""

@@ -320,7 +320,7 @@ class GemmReduceScatter(NumberedCalls):
         if went_ahead is not None and went_ahead[0] == COLLECTIVE:
             self._take_part(went_ahead[1])
         else:
-            self._stand_in_by_pushes(self._flags.local, counted=True)
+            self._stand_in_by_pushes(self._flags.local, counted=True, announced=False)
 
     def _collectives(self, layout: ScatterLayout) -> list[Callable[[], None]]:
         return [lambda: self._take_part(layout.all_rows)]

@@ -332,9 +332,10 @@ class ExpertOperation(NumberedCalls):
 
     def _stand_in(self, went_ahead: tuple[int, int] | None, *given: Any) -> None:
         if went_ahead is None or went_ahead[0] != COLLECTIVE:
-            if given and given[0] == "by_expert" and not self._bulletin.is_shared:
+            announced = not given or given[0] != "by_expert"
+            if not (announced or self._bulletin.is_shared):
                 raise RuntimeError("a kernel that sorts nothing cannot tell that a rank has refused the call")
-            self._stand_in_by_pushes(self._flags.local, counted=False)
+            self._stand_in_by_pushes(self._flags.local, counted=False, announced=announced)
             return
         plan = self._plan_of(*given) if given else None
         if plan is None or self._terms(plan) % 2**TERMS_BITS != went_ahead[1]:

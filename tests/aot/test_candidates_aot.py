@@ -134,7 +134,8 @@ OF_GATED = dict.fromkeys(("grad_ptr", "gate_ptr", "up_ptr", "of_gate_ptr", "of_u
 }
 ADD = {"a_ptr": "*fp32", "b_ptr": "*fp32", "out_ptr": "*fp32", "n": "i32"}
 SMALL = {  # a kernel, the types of its arguments, its constants, its warps
-    "wait in place of a call": (await_parts, PARTS, {"WORLD": 8, "COUNTED": True}, 1),
+    "wait in place of a call": (await_parts, PARTS, {"WORLD": 8, "COUNTED": True, "ANNOUNCED": False}, 1),
+    "over experts": (await_parts, PARTS, {"WORLD": 8, "COUNTED": False, "ANNOUNCED": True}, 1),
     "meeting": (await_peers, {"flags_ptr": "*i32", "epoch": "i32", **HERE}, {"WORLD": 8}, 1),
     "gated": (gate_kernel, GATED, {"BLOCK": 2048}, 4),
     "gated, backward": (gate_backward_kernel, OF_GATED | {"n": "i32"}, {"BLOCK": 2048}, 4),

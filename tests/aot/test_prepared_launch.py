@@ -253,7 +253,8 @@ def test_hooks_are_handed_over_while_there_are_any(calls, name):
 @NEEDS_BARE
 def test_the_way_below_is_known_of_this_triton_and_of_nothing_else(device, monkeypatch):
     tensors = torch.zeros(6, WORLD, dtype=torch.int32), torch.zeros(WORLD, dtype=torch.int64)
-    compiled = absence.await_parts[(1, 1, 1)](*tensors, 0, 0, WORLD=WORLD, COUNTED=True, num_warps=1)
+    constants = {"WORLD": WORLD, "COUNTED": True, "ANNOUNCED": False}
+    compiled = absence.await_parts[(1, 1, 1)](*tensors, 0, 0, **constants, num_warps=1)
     assert bare_launch(compiled, (1, 1, 1), 0, ()) is not None
     changes = [
         {

@@ -2,13 +2,12 @@
 
 import abc
 import math
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from operation_runs import device
+from operation_runs import delay_tasks, device
 from operations import HALF, Runs
 
 from dist_autotune.kernels.ag_moe import AllGatherMoE
@@ -33,20 +32,9 @@ class ExpertRuns(Runs):
 
 def delay_pushes(op: Any, delay_s: float) -> None:
     """Let this rank's side stream, a thread, sleep before it pushes rows to rank 0 and before it says so."""
-    arrived = op._flags.peers[0][ARRIVED.value, op.rank]
-    copy, write_signal = op._memory.copy, op._memory.write_signal
-
-    def copy_late(dst, src, stream):
-        if dst.dim() == 2 and dst.dtype.is_floating_point:
-            stream.enqueue(lambda: time.sleep(delay_s))
-        copy(dst, src, stream)
-
-    def write_late(word, value, stream):
-        if word.data_ptr() == arrived.data_ptr():
-            stream.enqueue(lambda: time.sleep(delay_s))
-        write_signal(word, value, stream)
-
-    op._memory.copy, op._memory.write_signal = copy_late, write_late
+    arrived = op._flags.peers[0][ARRIVED.value, op.rank].data_ptr()
+    delay_tasks(op, "copy", delay_s, lambda to, _: to.dim() == 2 and to.dtype.is_floating_point)
+    delay_tasks(op, "write_signal", delay_s, lambda to, _: to.data_ptr() == arrived)
 
 
 # ---- inputs and right results

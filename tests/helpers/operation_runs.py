@@ -8,6 +8,7 @@ import math
 import os
 import random
 import signal
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -180,15 +181,18 @@ def run_cases(cases: Cases) -> list[str]:
     return failed
 
 
-def delay_copies(op: Operation, delay: Callable[[], None]) -> None:
-    """Run `delay` on the CPU's side stream before each copy."""
-    copy = op._memory.copy
+def delay_tasks(
+    op: Operation, name: str, delay_s: float, of: Callable[..., bool] = lambda to, value: True
+) -> None:
+    """Let the CPU's side stream sleep before each "copy", or "write_signal", that is `of` (to, value)."""
+    enqueue = getattr(op._memory, name)
 
-    def copy_late(dst, src, stream):
-        stream.enqueue(delay)
-        copy(dst, src, stream)
+    def enqueue_late(to, value, stream):
+        if of(to, value):
+            stream.enqueue(lambda: time.sleep(delay_s))
+        enqueue(to, value, stream)
 
-    op._memory.copy = copy_late
+    setattr(op._memory, name, enqueue_late)
 
 
 def hold_launch(op: Operation, until: Callable[[], Any]) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from gpu_cases import GraphCall, kept_from_replays_among_eager_calls
 from operation_runs import (
     ON_GPUS,
-    delay_copies,
+    delay_tasks,
     device,
     left_as_before,
     seed_and_leave_one,
@@ -301,7 +301,7 @@ def late_pushes(rank, runs):
     """Copy late from rank 0: its peers' kernels are waiting for its rows by then."""
     with runs.opened(rank, 16, 16, torch.float32) as op:
         if rank == 0:
-            delay_copies(op, lambda: time.sleep(0.2))
+            delay_tasks(op, "copy", 0.2)
         return [runs.call_and_compare(op, [16, 9, 12, 3][: op.world_size], 16) for _ in range(2)]
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dense_runs import GATHERING_BY_MAIL, GATHERING_BY_STORES, STORING_SUMS, OneSum
 from every_operation import EVERY, EXPERTS, WITH_COLLECTIVES
 from expert_runs import STORING_CHOSEN
-from operation_runs import message_of, on_ranks
+from operation_runs import delay_tasks, message_of, on_ranks
 from rank_programs import wait_for
 
 from dist_autotune.kernels.gemm_ar.ways import WAYS
@@ -217,6 +217,8 @@ class Misfit:
 def test_so_do_arguments_that_do_not_fit_the_signature(rank, name):
     calls, ended = Calls(rank, 2, name), []
     with calls.op as op:
+        if rank == 0:
+            delay_tasks(op, "write_signal", 0.02, lambda _, value: value == 0)  # permits are taken late
         for wrong in (None, 1, 0, None):
             calls.op = Misfit(op, lacks=wrong == 0) if rank == wrong else op
             raised, made = calls.make()
