@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -23,8 +24,11 @@ class Runs(Protocol):
     def is_done(self) -> bool:
         """Whether the last run launched every winner."""
 
-    def one_run(self, call: RepeatedCall[Any]) -> AbstractContextManager[None]:
-        """Make the block, which makes the call, one run; raises PutAside where peers do not come."""
+    def one_run(self, call: RepeatedCall[Any], put_back: Callable[[], None]) -> AbstractContextManager[None]:
+        """Make the block, which makes the call, one run; raises PutAside where peers do not come.
+
+        put_back: puts state back, where the call is captured and replayed before the block is left.
+        """
 
     def take_result(self, result: Any) -> None:
         """Take the result of the run under way."""
@@ -91,7 +95,7 @@ class Replay(Generic[T]):
         session, call, beside = self._session, self._call, self._beside
         while True:
             try:
-                with session.one_run(call):
+                with session.one_run(call, self._put_back):
                     result = call()
                     session.take_result(result)
             except PutAside:

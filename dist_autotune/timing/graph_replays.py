@@ -13,7 +13,7 @@ from .samples import Samples
 from .stream_filler import CYCLES_PER_MS
 
 REPLAYS = 5  # timed in a run
-FILLER_MS = 0.3  # before them: what the host takes to queue all, so that short ones wait for no host
+FILLER_MS = 0.3  # before each: what the host takes to queue it, so that a short one waits for no host
 
 
 class GraphReplays:
@@ -47,17 +47,21 @@ class GraphReplays:
         self._reset()  # the last one has been replayed: its times were read
         self._graph, self._replay = graph, graph.replay
 
-    def replay(self, samples: Samples) -> None:
-        """Replay once, so that the ranks meet, then time further replays."""
+    def replay(self, samples: Samples, put_back: Callable[[], None]) -> None:
+        """Replay once, so that the ranks meet, then time further replays.
+
+        put_back: called before each, so that what it changes in place, such as a counter, does not grow.
+        """
         replay, self._replay = self._replay, None
         assert replay is not None
-        if self._graph is not None:
-            torch.cuda._sleep(int(FILLER_MS * CYCLES_PER_MS))
-        replay()
-        for _ in range(REPLAYS):
-            mark = samples.start()
+        for is_timed in (False, *[True] * REPLAYS):
+            put_back()
+            if self._graph is not None:
+                torch.cuda._sleep(int(FILLER_MS * CYCLES_PER_MS))
+            mark = samples.start() if is_timed else None
             replay()
-            samples.stop(mark)
+            if is_timed:
+                samples.stop(mark)
 
     def close(self) -> None:
         """Give the graph and its memory back."""

@@ -140,10 +140,10 @@ class RankRun:
                 f"into a CUDA graph ({launched}): {described(error)}"
             ) from error
 
-    def replay(self) -> None:
-        """Replay the captured graph; its times are the run's sample."""
+    def replay(self, put_back: Callable[[], None]) -> None:
+        """Replay the captured graph; its times are the run's sample. put_back: see `GraphReplays.replay`."""
         with as_launch_failed():
-            self._replays.replay(self._whole)
+            self._replays.replay(self._whole, put_back)
 
     def report(self, elapsed_s: float) -> RunReport:
         """Compile new candidates, read the clocks that are ready, and return this rank's report on the run.

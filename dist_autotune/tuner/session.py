@@ -69,10 +69,13 @@ class Session(SessionExchanges):
     # -- one run -------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def one_run(self, again: Callable[[], Any] | None = None) -> Iterator[None]:
+    def one_run(
+        self, again: Callable[[], Any] | None = None, put_back: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
         """Make the block one run: time it, exchange reports on it, and apply the order.
 
         again: the function that the block calls; if graph replays judge the run, it is called once more.
+        put_back: puts state back before that call and before each replay.
         """
         dispatcher, run = self.state.dispatcher, self._run
         try:
@@ -82,7 +85,7 @@ class Session(SessionExchanges):
                 yield
             self._longest_run_s = max(self._longest_run_s, time.monotonic() - began)
             if again is not None and run.is_replayed:
-                self._replay_graph(again, launches, watch)
+                self._replay_graph(again, put_back, launches, watch)
             with as_launch_failed(if_reported=True):
                 report = replace(run.report(self.elapsed_s), retunes=self.asks_to_retune)
             with self._dropping_searches():
@@ -258,17 +261,24 @@ class Session(SessionExchanges):
         ):
             yield
 
-    def _replay_graph(self, function: Callable[[], Any], launches: CallUnderWay, watch: Watch) -> None:
+    def _replay_graph(
+        self,
+        function: Callable[[], Any],
+        put_back: Callable[[], None],
+        launches: CallUnderWay,
+        watch: Watch,
+    ) -> None:
         """Make the run once more to capture it; when all ranks have captured it, time replays."""
         launches.repeats = True
         with self._under_way(launches, watch):
+            put_back()
             self._run.capture(function)
         # [Note: ranks leave together] A rank without a graph replays nothing: kernels of peers would wait.
         report = Captured(self.function.facts({}))
         with self._dropping_searches():
             self._exchange(report, f"the capture of {watch.what}", of_run=True)
         with self._under_way(launches, watch):
-            self._run.replay()
+            self._run.replay(put_back)
 
     def close(self, error: BaseException | None = None, outcome: str = "") -> None:
         """End the session and record how. outcome: names an error whose class does not."""
