@@ -33,6 +33,7 @@ SCHEMA_VERSION = 2  # raise it when the fields of EntryKey or their meaning chan
 LOCK_S = 10.0  # the longest wait for the directory's lock
 MAX_BYTES = 256 << 20  # of a file that is read
 LAUNCHED = "launched"  # in it a folder for each function, with an empty file for each entry that it uses
+READING, WRITING = "reading", "writing"  # of a directory: faults of which one warning tells
 BEST = 3  # candidates of an entry that are raced again after an upgrade
 IMPORTED = "imported"  # the folder there of imported entries: every function looks at them
 _ENTRY_END = f"-{16 * '[0-9a-f]'}.json"  # of a file's name, as glob() takes it
@@ -150,7 +151,7 @@ class Winners:
 
     def entries(self, kernel: str = "") -> Iterator[Entry]:
         """Yield all usable entries, by file name. kernel: of this kernel; no other file is read."""
-        files = _entry_files(self.directory, safe_name(kernel) if kernel else "*")
+        files = self._list(self.directory, safe_name(kernel) if kernel else "*")
         return filter(None, map(self._read, files))
 
     def record_launch(self, function: str, key: EntryKey) -> None:
@@ -163,7 +164,7 @@ class Winners:
 
     def launched_by(self, function: str) -> Iterator[Entry]:
         """Return the usable entries of the contexts that a function is known to launch."""
-        files = _entry_files(None if self.directory is None else self.directory / LAUNCHED / function)
+        files = self._list(None if self.directory is None else self.directory / LAUNCHED / function)
         return filter(None, (self._read(path.parents[2] / path.name) for path in files))
 
     def put(self, *entries: Entry, replaces: bool = True) -> None:
@@ -224,6 +225,14 @@ class Winners:
                     self._faults.without_lock = getattr(error, "strerror", None) or str(error)
             yield
 
+    def _list(self, directory: Path | None, kernel: str = "*") -> list[Path]:
+        try:
+            return _entry_files(directory, kernel)
+        except OSError as error:
+            reason = f"{error.strerror or error}. Its winners are not used."
+            self._warn(f"Cannot read the cache in {directory}: {reason}", about=READING)
+            return []
+
     def _read(self, path: Path) -> Entry | None:
         try:
             entry = parse(read_bounded(path, MAX_BYTES), Entry, SCHEMA_VERSION)
@@ -232,7 +241,8 @@ class Winners:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
-            self._warn(f"Ignored {path}: {error}.{' Tuning again.' if self._tunes else ''}")
+            if isinstance(error, ValueError) or READING not in self._faults.warned:
+                self._warn(f"Ignored {path}: {error}.{' Tuning again.' if self._tunes else ''}")
             return None
         return entry
 
@@ -242,7 +252,7 @@ class Winners:
             "Winners are not kept on disk, and a candidate that kills the process twice is not banned. Set "
             "DIST_AUTOTUNE_CACHE_DIR to a directory that can be written."
         )
-        self._warn(f"Cannot write the cache in {directory}: {reason}. {text}", about="writing")
+        self._warn(f"Cannot write the cache in {directory}: {reason}. {text}", about=WRITING)
 
     def _warn(self, text: str, about: str = "") -> None:
         if (about or text) not in self._faults.warned:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from example_files import KEY, entry
@@ -166,14 +167,18 @@ def test_what_a_writer_killed_mid_write_leaves_is_invisible_and_cleaned_up_later
 # ---- directories that cannot be used
 
 
-@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EDQUOT], ids=errno.errorcode.get)
-@pytest.mark.parametrize(("owner", "call"), [(os, "replace"), (Path, "open")], ids=["replace", "open"])
-def test_a_directory_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch, number, owner, call):
+def refusing(number: int) -> Any:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number), "some file")
 
+    return refuse
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EDQUOT], ids=errno.errorcode.get)
+@pytest.mark.parametrize(("owner", "call"), [(os, "replace"), (Path, "open")], ids=["replace", "open"])
+def test_a_directory_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch, number, owner, call):
     cache = Winners(tmp_path)
-    monkeypatch.setattr(owner, call, refuse)
+    monkeypatch.setattr(owner, call, refusing(number))
     with pytest.warns(CacheWarning, match=os.strerror(number)) as caught:
         put_two(cache)
     assert len(caught) == 1
@@ -183,11 +188,16 @@ def test_a_directory_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch
     assert cache.get(KEY) == entry()
 
 
-def test_without_locks_on_the_filesystem_entries_are_written_with_one_warning(tmp_path, monkeypatch):
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+def test_a_directory_that_cannot_be_read_is_one_warning(tmp_path, monkeypatch):
+    cache = Winners(tmp_path)
+    monkeypatch.setattr(Path, "stat", refusing(errno.EACCES))
+    with pytest.warns(CacheWarning, match="Cannot read the cache in .*: Permission denied") as caught:
+        assert [*cache.entries(), *cache.launched_by("layer"), cache.get(KEY)] == [None]
+    assert len(caught) == 1
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
+
+def test_without_locks_on_the_filesystem_entries_are_written_with_one_warning(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", refusing(errno.ENOLCK))
     cache = Winners(tmp_path)
     with pytest.warns(CacheWarning, match="No lock on the cache") as caught:
         put_two(cache)
