@@ -1,8 +1,8 @@
 """Host-side agreement, in shared memory, on the way in which all ranks run a call.
 
 Each rank has a ring of int64 words in a file that its peers map. The ballot of call c is word c % RING: c,
-the way that the rank votes for, and the call's terms. Way 0 needs no agreement, and way 1 is a collective.
-No device is involved.
+the way that the rank votes for, and the call's terms; word RING + c % RING is the sizes of its part. Way 0
+needs no agreement, and way 1 is a collective. No device is involved.
 
 [Note: all ranks decide alike] Each key has a standing way: the one that all ranks last voted for in one call,
 on the same terms; at first 0. A rank that votes for it takes it without reading its peers' ballots. A rank
@@ -54,7 +54,6 @@ COLLECTIVE = 1  # the way
 TERMS_BITS = 28  # of a ballot; the way has the three above
 AHEAD = 1 << 31  # of a ballot for the standing way, whose rank reads no other
 REFUSES = 7  # the way of a rank that refuses the call
-REFUSED_TERMS = 2**32 - 1  # of such a rank where ranks only name their terms
 LEFT = -1  # in place of all further ballots of a rank whose operation is broken
 LEAVING = -2  # the same, while that rank looks who has gone ahead
 
@@ -84,17 +83,18 @@ class Ballots:
         timeout_s: float,
         advice: str = "Find out what that rank is doing",
     ) -> None:
-        self._rank, rings = host_words(group, RING, timeout_s)
+        self._rank, rings = host_words(group, 2 * RING, timeout_s)
         self._rings = [words.numpy().data for words in rings]
         self._operation, self._timeout_s, self._advice = operation, timeout_s, advice
         self._call = 0
         self._standing: dict[Hashable, int] = {}
         self._unread: deque[tuple[int, int]] = deque()  # collectives, with what all should have named
 
-    def agree(self, key: Hashable, way: int, terms: int) -> int:
+    def agree(self, key: Hashable, way: int, terms: int, sizes: int | None = None) -> int:
         """Count a call; return the way that all ranks take in it.
 
         key: calls of one key share a standing way; the same on all ranks. way: this rank's vote, 0 to 6.
+        sizes: what a rank that refuses the call must know to take part in that way; None: the terms.
         Waits for the peers unless it is the standing way, see [Note: all ranks decide alike]. Raises
         PeerTimeout, PeerLeft, RefusedByPeer, and ValueError where a peer made an earlier collective on other
         terms.
@@ -103,7 +103,7 @@ class Ballots:
         if self._unread:
             self._verify()
         if way == standing:
-            self.cast(AHEAD | word)
+            self.cast(AHEAD | word, terms if sizes is None else sizes)
             if way == COLLECTIVE:
                 self._raise_of_leavers()
             return self._take(way, terms)
@@ -122,13 +122,18 @@ class Ballots:
         return remember(self._standing, key, way)
 
     def refuse(self) -> tuple[int, int] | None:
-        """Count a call that this rank refuses; return way and terms of the ranks that have gone ahead.
+        """Count a call that this rank refuses; return way and sizes of the ranks that have gone ahead.
 
         None: no rank goes on, see [Note: a refused call]. Waits for the peers' hosts; raises as `read` does.
         """
         self.cast(REFUSES << TERMS_BITS)
-        ahead = [each for each in self.read().values() if each & AHEAD]
-        return (_way_of(ahead[0]), ahead[0] % 2**TERMS_BITS) if ahead else None
+        for peer, ballot in self.read().items():
+            if ballot & AHEAD:
+                return _way_of(ballot), self._sizes_of(peer)
+        return None
+
+    def _sizes_of(self, peer: int) -> int:
+        return int(self._rings[peer][RING + self._call % RING])
 
     def leave(self) -> None:
         """Tell who waits for a ballot of a further call that there will be none."""
@@ -137,7 +142,7 @@ class Ballots:
             ring[call % RING] = LEFT
 
     def leave_next(self) -> tuple[int, int] | None:
-        """Leave the next call; return way and terms of a peer that has gone ahead in it by a collective.
+        """Leave the next call; return way and sizes of a peer that has gone ahead in it by a collective.
 
         This rank then counts that call, and must take part: see [Note: a rank leaves its peers' collectives].
         """
@@ -153,7 +158,7 @@ class Ballots:
             ):
                 self._call = call
                 ring[call % RING] = call << 32 | REFUSES << TERMS_BITS
-                return COLLECTIVE, ballot % 2**TERMS_BITS
+                return COLLECTIVE, self._sizes_of(peer)
         ring[call % RING] = LEFT
         return None
 
@@ -219,12 +224,14 @@ class Ballots:
                     )
             self._unread.popleft()
 
-    def cast(self, terms: int) -> None:
-        """Count a call and name this rank's terms in it, up to 2**32 - 1."""
+    def cast(self, terms: int, sizes: int = 0) -> None:
+        """Count a call and name this rank's terms in it, up to 2**32 - 1, and the sizes of its part."""
         self._call = call = (self._call + 1) % NUMBERS
         if call % (RING // 2) == 0:  # see [Note: no ballot is overwritten before it is read]
             self._read_all((call - RING // 2) % NUMBERS)
-        self._rings[self._rank][call % RING] = call << 32 | terms
+        ring, place = self._rings[self._rank], call % RING
+        ring[RING + place] = sizes  # before the ballot, which says that they are there
+        ring[place] = call << 32 | terms
 
     def exchange(self, terms: int) -> dict[int, int]:
         """Count a call and return the terms of each rank in it; raises PeerTimeout."""
@@ -256,7 +263,7 @@ class Ballots:
                 deadline = time.monotonic() + self._timeout_s
             if polls > QUICK_POLLS:
                 if time.monotonic() > deadline:
-                    last = max(ring) >> 32
+                    last = max(ring[:RING]) >> 32
                     raise PeerTimeout(
                         f"{self._operation}, rank {self._rank}: rank {peer} did not come to eager call "
                         f"{call} within {self._timeout_s:g} s; its last is call {last}. {self._advice}. "

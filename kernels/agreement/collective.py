@@ -131,24 +131,27 @@ class Collective:
             return ways[0]
         return tunable(self._choice, ways, key=key, among=self._group or dist.group.WORLD)
 
-    def agree(self, key: Hashable, terms: int, *, vote: int, is_capturing: bool) -> int:
+    def agree(
+        self, key: Hashable, terms: int, sizes: int | None = None, *, vote: int, is_capturing: bool
+    ) -> int:
         """Return the way of a call, by number: the same on all ranks. Call it once in each.
 
-        It waits for the peers' hosts if this rank votes for another way than the last call of that key took,
-        and raises as `Ballots.agree` does.
+        sizes: of this rank's part, for peers that refuse the call; None: the terms. It waits for the peers'
+        hosts if this rank votes for another way than the last call of that key took, and raises as
+        `Ballots.agree` does.
         """
         if self._ballots is None:
             return vote
         if is_capturing:
             return self._ballots.standing(key)
         self.made = None
-        way = self._ballots.agree(key, vote, terms)
+        way = self._ballots.agree(key, vote, terms, sizes)
         if way == COLLECTIVE:
             self.made = 0
         return way
 
     def refuse(self) -> tuple[int, int] | None:
-        """Count a call that this rank refuses; return way and terms of the ranks that have gone ahead.
+        """Count a call that this rank refuses; return way and sizes of the ranks that have gone ahead.
 
         None: all go, as there are no ballots. Raises RefusedByPeer if no rank goes, and as `agree` does.
         """

@@ -160,7 +160,7 @@ class NumberedCalls(Operation):
     # ---- calls that fail
 
     def _ask_peers(self) -> tuple[int, int] | None:
-        """Return way and terms of peers that went ahead, None without ballots; or raise RefusedByPeer."""
+        """Return way and sizes of peers that went ahead, None without ballots; or raise RefusedByPeer."""
         return self._collective.refuse() if self._agrees else None
 
     def _check_peers(self) -> None:

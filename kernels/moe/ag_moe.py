@@ -197,7 +197,7 @@ class AllGatherMoE(ExpertOperation):
         if len(x_shard) and x_shard.data_ptr() != self._own.begin:
             self._shard[: len(x_shard)].copy_(x_shard.detach())
         self._tell(plan, operands, is_gathered=is_gathered, at_once=not is_capturing)
-        join = self._gather_rows() if is_gathered else self._push(len(x_shard))
+        join = self._gather_rows(max(self._told)) if is_gathered else self._push(len(x_shard))
         sorting = self._sort(plan, operands, is_gathered=is_gathered)
         sources = sorting.plan.sources
         if operands.routing is not None:  # it may be of chunks that lie further apart
@@ -209,16 +209,16 @@ class AllGatherMoE(ExpertOperation):
             self._pushes.stream.join()
         return out, sorting.routing
 
-    def _gather_rows(self) -> Callable[[], None]:
-        """Enqueue the collective of rows beside what follows; return what orders later work after it."""
-        return self._collective.start_all_gather(self._gathered(), self._shard[: max(self._told)])
+    def _gather_rows(self, rows: int) -> Callable[[], None]:
+        """Enqueue the collective of so many rows of each rank; return what orders later work after it."""
+        return self._collective.start_all_gather(self._gathered(rows), self._shard[:rows])
 
-    def _take_part(self) -> None:
-        self._gather_rows()()
+    def _take_part(self, rows: int) -> None:
+        self._gather_rows(rows)()
 
-    def _gathered(self) -> torch.Tensor:
-        """Return where a collective gathers equally many rows of each rank; this rank's lie there already."""
-        return room_in(self._gather.local, self.rank, self.world_size, max(self._told))
+    def _gathered(self, rows: int) -> torch.Tensor:
+        """Return where a collective gathers so many rows of each rank; this rank's lie there already."""
+        return room_in(self._gather.local, self.rank, self.world_size, rows)
 
     def _push(self, tokens: int) -> Callable[[], None]:
         """Enqueue the pushes of rows; kernels wait for them by flags: there is nothing to join."""
@@ -235,7 +235,7 @@ class AllGatherMoE(ExpertOperation):
         """Enqueue the kernel of a call; sources: in place of the plan's."""
         tokens, flags, rank = self._gather.local, self._flags.local, self.rank
         if sorting.is_gathered:
-            tokens, flags, rank = self._gathered(), self._gatherer.arrived, 0
+            tokens, flags, rank = self._gathered(max(self._told)), self._gatherer.arrived, 0
         plan = sorting.plan
         planned = (plan.rows, sources, sorting.ends, sorting.tables)
         tensors = (tokens, weight, out, *planned, flags, self._failures.words)

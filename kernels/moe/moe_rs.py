@@ -213,7 +213,7 @@ class MoEReduceScatter(ExpertOperation):
         if self._by_stores is not None or not self._may_store:
             return self._may_store
         of_size = size_class(sum(self._told) * plan.topk)
-        return tunable("moe_rs sums", SUMS, key=(of_size, self.world_size, *plan[:3], *self._key)) == SUMS[1]
+        return tunable("moe_rs sums", SUMS, key=(of_size, self.world_size, *plan, *self._key)) == SUMS[1]
 
     def _reduce(self, launch: Callable[..., None], out: torch.Tensor) -> None:
         """Enqueue the kernel of all ranks' tokens, and the collective, padded to equally many rows a rank."""
@@ -232,8 +232,7 @@ class MoEReduceScatter(ExpertOperation):
         if not is_whole:
             out.detach().copy_(result[: len(out)])
 
-    def _take_part(self) -> None:
-        rows = max(self._told)
+    def _take_part(self, rows: int) -> None:
         padded = self._pusher.room(self.world_size * rows).fill_(math.nan)
         self._collective.reduce_scatter(padded.new_empty((rows, self._n)), padded)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ..agreement.ballots import COLLECTIVE, REFUSED_TERMS, TERMS_BITS
+from ..agreement.ballots import COLLECTIVE
 from ..agreement.failures import FailureKinds, Refusal
 from ..configs import upcasts
 from ..exchange.call import NumberedCalls
@@ -47,7 +47,6 @@ class ExpertPlan(NamedTuple):
     kind: str  # one of KINDS
     experts: int
     topk: int
-    has_weights: bool  # choices travel with them
 
 
 class ExpertOperands(NamedTuple):
@@ -112,7 +111,6 @@ class ExpertOperation(NumberedCalls):
                 raise ValueError(f"{name}={size}; it must be 1 to {most}")
         self._capacity, self._max_topk, self._dtype = tokens_per_rank, max_topk, dtype
         self._told: tuple[int, ...] = ()  # of the last call
-        self._last_plan: ExpertPlan | None = None
         self._makes_collectives = collective
         super().__init__(dtype, group, backend, timeout_s)
 
@@ -133,13 +131,14 @@ class ExpertOperation(NumberedCalls):
     def _plan(self, given: tuple[Any, ...], is_capturing: bool) -> ExpertPlan:
         kind, tokens, operands = given
         rows, weight, topk_ids, topk_weights, out, routing, _ = operands
-        self._tokens.expect(is_exchange=routing is None and tokens is None and not is_capturing)
+        self._tokens.begin_call(is_eager=not is_capturing)
         check_no_gradient(type(self).__name__, **self._differentiable(operands))
         if routing is not None:
             self._check_operands(operands)
             self._check_routing(routing, weight)
+            self._tokens.name_all()
             self._check_rows(operands, routing.topk)
-            return ExpertPlan(kind, weight.shape[0], routing.topk, has_weights=False)
+            return ExpertPlan(kind, weight.shape[0], routing.topk)
         lies = (self._layout_of(rows), self._layout_of(out), *map(layout_of, operands[1:4]))
         apart = self._checked.get((kind, lies))
         if apart is None:
@@ -154,7 +153,7 @@ class ExpertOperation(NumberedCalls):
         own, topk = topk_ids.shape
         self._told = self._tokens.learn(own, tokens, is_capturing=is_capturing)
         self._check_rows(operands, topk)
-        return ExpertPlan(kind, weight.shape[0], topk, kind == self._weighted)
+        return ExpertPlan(kind, weight.shape[0], topk)
 
     def _layout_of(self, tensor: Any) -> Hashable:
         return layout_of(tensor)
@@ -187,16 +186,15 @@ class ExpertOperation(NumberedCalls):
         """Return the shape of the result."""
 
     def _agree(self, plan: ExpertPlan, is_capturing: bool) -> bool:
-        self._last_plan = plan
-        kind, experts, topk, _ = plan
+        kind, experts, topk = plan
         most_tokens = max(self._told)
         key, of_size = (kind, experts, topk, *self._key), size_class(self.world_size * most_tokens)
         vote = self._collective.vote(of_size, key) if most_tokens > 0 else 0
         key = (of_size, most_tokens > 0, *key)
-        return bool(self._collective.agree(key, self._terms(plan), vote=vote, is_capturing=is_capturing))
-
-    def _terms(self, plan: ExpertPlan) -> int:
-        return digest_of((KINDS.index(plan.kind), plan.experts, plan.topk, *self._told))
+        of_kind = KINDS.index(kind)
+        terms = digest_of((of_kind, experts, topk, *self._told))
+        sizes = (most_tokens * TOPK_SPAN.value + topk) * len(KINDS) + of_kind
+        return bool(self._collective.agree(key, terms, sizes, vote=vote, is_capturing=is_capturing))
 
     def _tell(self, plan: ExpertPlan, operands: ExpertOperands, *, is_gathered: bool, at_once: bool) -> None:
         """Enqueue permits and choices, or the collective of choices."""
@@ -326,8 +324,7 @@ class ExpertOperation(NumberedCalls):
     # ---- calls that fail
 
     def _ask_peers(self) -> tuple[int, int] | None:
-        if self._tokens.is_asking:
-            self._tokens.exchange(REFUSED_TERMS)  # it raises on all ranks
+        self._tokens.refuse()  # it raises where all ranks end the call there
         return super()._ask_peers()
 
     def _stand_in(self, went_ahead: tuple[int, int] | None, *given: Any) -> None:
@@ -337,44 +334,29 @@ class ExpertOperation(NumberedCalls):
                 raise RuntimeError("a kernel that sorts nothing cannot tell that a rank has refused the call")
             self._stand_in_by_pushes(self._flags.local, counted=False, announced=announced)
             return
-        plan = self._plan_of(*given) if given else None
-        if plan is None or self._terms(plan) % 2**TERMS_BITS != went_ahead[1]:
-            raise RuntimeError("peers make collectives, of sizes that this rank does not know")
-        for make in self._collectives(plan):
+        sizes, kind = divmod(went_ahead[1], len(KINDS))  # as `_agree` names them
+        for make in self._collectives_of(KINDS[kind], *divmod(sizes, TOPK_SPAN.value)):
             make()
 
-    def _plan_of(
-        self, kind: str, tokens: Sequence[int] | None, operands: ExpertOperands
-    ) -> ExpertPlan | None:
-        """Return the plan of a call that this rank has refused, as far as its arguments are those of all.
-
-        Where they lack, that of the last call: terms tell whether it is the peers'.
-        """
-        if tokens is not None:
-            self._told = tuple(tokens)
-        routing, weight = operands.routing, operands.weight
-        if routing is not None:
-            self._told = routing.tokens
-        if weight is None or (routing is None and operands.topk_ids is None):
-            return self._last_plan
-        experts = len(weight)
-        if routing is not None:
-            return ExpertPlan(kind, experts, routing.topk, has_weights=False)
-        return ExpertPlan(kind, experts, operands.topk_ids.shape[1], kind == self._weighted)
-
     def _collectives(self, plan: ExpertPlan) -> list[Callable[[], None]]:
-        gather = functools.partial(self._gather_nothing, plan)
-        return [*([] if plan.kind == "by_expert" else [gather]), self._take_part]
+        return self._collectives_of(plan.kind, max(self._told), plan.topk)
 
-    def _gather_nothing(self, plan: ExpertPlan) -> None:
-        messages = self._gatherer.messages(max(self._told) * plan.topk, has_weights=plan.has_weights)
+    def _collectives_of(self, kind: str, most_tokens: int, topk: int) -> list[Callable[[], None]]:
+        """Return the collectives of such a call; most_tokens: of the rank that has most."""
+        has_weights = kind == self._weighted
+        gather = functools.partial(self._gather_nothing, most_tokens * topk, has_weights=has_weights)
+        take_part = functools.partial(self._take_part, most_tokens)
+        return [take_part] if kind == "by_expert" else [gather, take_part]
+
+    def _gather_nothing(self, room: int, *, has_weights: bool) -> None:
+        messages = self._gatherer.messages(room, has_weights=has_weights)
         own = messages[self.rank].zero_()
         own[:1].fill_(self._failure_kinds.refusal.mark)  # in place of ROWS_SENT
         self._collective.all_gather(messages.view(-1), own)
 
     @abc.abstractmethod
-    def _take_part(self) -> None:
-        """Make the collective of rows, or of sums, with any data."""
+    def _take_part(self, rows: int) -> None:
+        """Make the collective of so many rows of each rank, or of sums, with any data."""
 
     def _leave_hosts(self) -> None:
         super()._leave_hosts()

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 
 import torch
 
-from ..agreement.ballots import REFUSED_TERMS, Ballots
+from ..agreement.ballots import Ballots
 from ..agreement.errors import RefusedByPeer
 from ..symm import SymmetricMemory, SymmetricMemoryError
 from .routing import EXCHANGED, digest_of
 
 MOST_ROWS = 2**29  # places in the tables of tiles are int32
+# What a rank names in place of its tokens.
+REFUSED = 2**32 - 1  # the call
+KNOWS_ALL = 2**32 - 2  # it was told those of all ranks, and goes ahead
+TOLD_ALIKE = "Pass tokens= on all ranks or on none"
 
 
 class TokenCounts:
@@ -20,42 +24,65 @@ class TokenCounts:
     def __init__(self, name: str, most: int, memory: SymmetricMemory) -> None:
         self._name, self._rank, self._world_size = name, memory.rank, memory.world_size
         self._most = most  # of a rank
-        self.is_asking = False  # in this call the hosts exchange their tokens, and have not yet
+        self._must_name = False  # in this eager call this rank has named nothing yet
         self._are_exchanged = False
         self._hosts, self._no_hosts = None, ""
         if memory.world_size > 1:
-            advice = "Pass tokens= on all ranks or on none, or find out what that rank is doing"
+            advice = f"{TOLD_ALIKE}, or find out what that rank is doing"
             try:  # it fails on all ranks or on none
                 self._hosts = Ballots(name, memory.group, memory.timeout_s, advice)
             except SymmetricMemoryError as error:
                 self._no_hosts = str(error)
 
-    def expect(self, *, is_exchange: bool) -> None:
-        """Begin a call, in which the hosts will exchange their tokens, or will not."""
-        self.is_asking = is_exchange and self._hosts is not None
+    def begin_call(self, *, is_eager: bool) -> None:
+        """Begin a call. In an eager one each host names one thing, so that a rank that refuses can ask."""
+        self._must_name = is_eager and self._hosts is not None
 
     def learn(self, own: int, given: Sequence[int] | None, *, is_capturing: bool) -> tuple[int, ...]:
         """Return the tokens of all ranks; if they are not given, wait for the hosts of all peers."""
         self._are_exchanged = given is None
         if given is not None:
-            return self._checked(given, own)
+            counts = self._checked(given, own)
+            self.name_all()
+            return counts
         if self._world_size == 1:
             return (own,)
         if is_capturing:
             raise RuntimeError(
                 f"a captured call of {self._name} needs tokens=, the number of tokens of each rank"
             )
-        return tuple(self.exchange(own).values())
-
-    def exchange(self, own: int) -> dict[int, int]:
-        """Return what each rank names; raise RefusedByPeer where one refuses the call."""
         if self._hosts is None:
             raise RuntimeError(f"pass tokens=, the number of tokens of each rank: {self._no_hosts}")
-        self.is_asking = False
-        named = self._hosts.exchange(own)
-        if REFUSED_TERMS in named.values():
+        named = self._ask(own)
+        knowing = [rank for rank, count in named.items() if count == KNOWS_ALL]
+        if knowing:
+            raise ValueError(
+                f"ranks {knowing} were given tokens= or a routing, rank {self._rank} was not. {TOLD_ALIKE}"
+            )
+        if REFUSED in named.values():
             raise RefusedByPeer
-        return named
+        return tuple(named.values())
+
+    def name_all(self) -> None:
+        """Let peers know that this rank waits for none: it was told the tokens of all."""
+        if self._must_name:
+            self._must_name = False
+            assert self._hosts is not None
+            self._hosts.cast(KNOWS_ALL)
+
+    def refuse(self) -> None:
+        """Name that this rank refuses the call; raise RefusedByPeer if no rank has gone ahead in it.
+
+        It waits for the peers' hosts. If this rank has named something before, that stands.
+        """
+        if self._must_name and KNOWS_ALL not in self._ask(REFUSED).values():
+            raise RefusedByPeer
+
+    def _ask(self, own: int) -> dict[int, int]:
+        """Name this; return what each rank names, once all have."""
+        self._must_name = False
+        assert self._hosts is not None
+        return self._hosts.exchange(own)
 
     def digest(self, told: tuple[int, ...]) -> int:
         """Return what devices compare: a digest of what each host was given; one value if all exchanged."""

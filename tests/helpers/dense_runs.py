@@ -412,7 +412,7 @@ class Reducing(DenseRuns):
         if op._scatter is not None:
             super().forsake(op._scatter, timeout_s)
         if self.way in (LOW_LATENCY, OVERLAPPED):
-            op._collective._ballots.agree = lambda key, way, terms: way  # the peer is lost behind its ballot
+            op._collective._ballots.agree = lambda key, way, *_: way  # the peer is lost behind its ballot
 
 
 class OneSum(Reducing):

@@ -200,7 +200,7 @@ def is_broken_by(rank, step, name):
 
 
 class Misfit:
-    """An operation that is called with an argument too many, or with the first one alone."""
+    """An operation that is called with an argument too many, or with none."""
 
     def __init__(self, op, *, lacks):
         self._op, self._lacks = op, lacks
@@ -209,7 +209,7 @@ class Misfit:
         return getattr(self._op, name)
 
     def __call__(self, *args, **kwargs):
-        return self._op(args[0], **kwargs) if self._lacks else self._op(*args, unknown=1, **kwargs)
+        return self._op() if self._lacks else self._op(*args, unknown=1, **kwargs)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -3,16 +3,13 @@
 What both promise is in `test_moe_failures.py`.
 """
 
+import pytest
 from expert_runs import GATHERING, SCATTERING, Scattering, routed_layers, same_call_twice
 from operation_runs import end_of, message_of, on_ranks
-from operations import HALF
+from operations import ALWAYS, HALF
 
 from dist_autotune.kernels.ag_moe import AllGatherMoE
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
-from dist_autotune.kernels.signals import as_patience
-
-HOST_PATIENCE_S = 3.0  # where a host waits for one that does not come, and for others that do
-
 
 # ---- AllGatherMoE
 
@@ -26,21 +23,14 @@ def test_different_numbers_of_choices_raise_on_every_rank(rank):
     assert message.startswith(f"ValueError: AllGatherMoE, rank {rank}: {told}")
 
 
-@on_ranks(2)
-def test_tokens_on_one_rank_only_are_told_on_both(rank):
+@pytest.mark.parametrize("options", [{}, ALWAYS], ids=["overlapped", "by collectives"])
+@on_ranks(2, timeout_s=30.0)
+def test_tokens_on_one_rank_only_fail_that_call_on_both(rank, options):
     GATHERING.begin(rank)
-    op = AllGatherMoE(8, 16, HALF)
-    op._patience_ticks = as_patience(1.0)
-    op._tokens._hosts._timeout_s = HOST_PATIENCE_S
-    told = message_of(lambda: GATHERING.fresh_call(op, [4, 4], told=rank == 0))
-    at_close, name = message_of(op.close), f"AllGatherMoE, rank {rank}"
-    if rank == 0:
-        assert told.startswith(f"PeerTimeout: {name}: rank 1, or one that it waits for")
-        assert at_close == told
-    else:
-        assert told.startswith(f"PeerTimeout: {name}: rank 0 did not come to eager call 1 within 3 s")
-        assert "Pass tokens= on all ranks or on none" in told
-        assert at_close.startswith(f"RuntimeError: {name}: call 1 was not carried out: PeerTimeout")
+    with AllGatherMoE(8, 16, HALF, **options) as op:
+        told = message_of(lambda: GATHERING.fresh_call(op, [4, 4], told=rank == 0))
+        assert "ranks [0] were given tokens= or a routing, rank 1 was not. Pass tokens= on all" in told
+        GATHERING.fresh_call(op, [4, 4])
 
 
 # ---- MoEReduceScatter
