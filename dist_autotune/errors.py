@@ -2,6 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+
+_NOT_THE_CALLERS = ("dist_autotune", "torch", "triton", "contextlib")  # packages
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the program that led here."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_CALLERS:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=level)
+
 
 class TuningError(Exception):
     """Base of every error that the tuner itself raises."""

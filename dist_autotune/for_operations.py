@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .errors import warn
 from .launch.step_checks import register_step_check
 from .launch.tunable import CachedChoice
 from .launch.written_tensors import leave_unchecked
@@ -16,6 +17,7 @@ __all__ = [
     "mark_provisional",
     "register_step_check",
     "settled_config",
+    "warn",
 ]
 
 

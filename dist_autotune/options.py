@@ -7,14 +7,13 @@ import inspect
 import os
 import re
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from . import settings
-from .errors import CacheWarning, InvalidOption
+from .errors import CacheWarning, InvalidOption, warn
 
 DEFAULT_N_REPEAT = 5
 DEFAULT_N_WARMUP = 3
@@ -42,17 +41,17 @@ class Options:
     """The checked options of `contextual_autotune`: they make its signature and help, and those of `run`.
 
     Args:
-        is_dist: all ranks of `group` agree on each config; every rank must call the function. run: yes.
-        n_repeat: measured runs per config; 5 when None. Giving it, or n_warmup, selects `exhaustive`.
-        n_warmup: unmeasured runs per config, before those; 3 when None.
+        is_dist: all ranks of `group` agree on each config; every rank must call the function. `run` sets it.
+        n_repeat: measured runs per config; None: 5. Giving it, or n_warmup, selects `exhaustive`.
+        n_warmup: unmeasured runs per config, before those; None: 3.
         mode: `replay` repeats the function in one call until all is tuned; with `online` a call is one run.
         search: `exhaustive`, `racing`, `expected`, `auto`, or a function returning a flow (docs/options.md).
         objective: `kernel` judges a config by its launches, `thunk` by the time of the whole run, `graph` by
             replays of the whole run, captured into a CUDA graph (docs/search.md).
         group: torch.distributed process group, or a DeviceMesh of one dimension; None: the default group.
-        share: False: results belong to this function alone.
-        name: of the function in logs, reports and cache; None: its qualified name, or the program's file.
-        watch: with is_dist, tune a key that all ranks meet in one settled call; False: it stays untuned.
+        share: other functions use the results, too.
+        name: the function's name in logs, reports and cache; None: its qualified name, or the program's file.
+        watch: with is_dist, tune a key that all ranks meet in one settled call; else it stays untuned.
         preserve: tensors, generators, modules, optimizers and other objects with state_dict(). Their state is
             put back before each further run (replay).
         cache: True: the user's cache directory; a path: that directory; False, or `off` of `run`: none.
@@ -68,8 +67,8 @@ class Options:
             online half of that.
         filler_ms: the longest delay of a trial, so that the host runs ahead and its time is in no sample;
             None: 20, online 1.
-        progress: None and True show progress on rank 0: a bar where stderr is a terminal, else a line at each
-            quarter. False shows nothing.
+        progress: rank 0 shows progress on stderr, also with None: a bar on a terminal, else a line at each
+            quarter.
         bits: `same`: a winner's outputs equal those of the first configs, bit for bit, on all ranks, else the
             next best is verified; `check`: the report says of each winner whether they do (replay).
         outputs: outputs that `bits` compares beside the result and `preserve`: tensors or objects with
@@ -151,7 +150,7 @@ class Options:
             found["cache"] = settings.cache_directory() or False
             if not found["cache"]:
                 text = f"No cache: {settings.NO_HOME}. Winners are not kept on disk."
-                warnings.warn(text, CacheWarning, stacklevel=5)
+                warn(text, CacheWarning)
         return found
 
     def _check_values(self) -> None:

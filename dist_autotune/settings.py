@@ -6,11 +6,10 @@ import contextlib
 import difflib
 import math
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-from .errors import InvalidOption
+from .errors import InvalidOption, warn
 
 MODE = "DIST_AUTOTUNE_MODE"
 CACHE_DIR = "DIST_AUTOTUNE_CACHE_DIR"
@@ -176,7 +175,7 @@ def unknown_variables() -> str:
 def check_variables() -> None:
     """Raise InvalidOption for a DIST_AUTOTUNE_... value that cannot be used; warn of unknown names."""
     if unknown := unknown_variables():
-        warnings.warn(f"Nothing reads {unknown}: docs/environment.md lists all variables", stacklevel=2)
+        warn(f"Nothing reads {unknown}: docs/environment.md lists all variables")
     run_mode()
     bits()
     compile_timeout_s()

@@ -43,7 +43,8 @@ def prepare(
     """
     settings.check_variables()
     if not is_module and not os.path.isfile(target):
-        terminal.fail(f"There is no file {target}. To run a module: dist-autotune run -m {target}")
+        advice = "" if target.endswith(".py") else f" To run a module: dist-autotune run -m {target}"
+        terminal.fail(f"There is no file {target}.{advice}")
     chosen = {name: value for name, value in given.items() if value is not None}
     chosen |= {name: off for name, off in OFF.items() if chosen.get(name) == "off"}
     options = Options(**{"is_dist": True, **chosen, "mode": "online"})
@@ -75,7 +76,8 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
     ]
     hints = typing.get_type_hints(Options)
     for name, text in OPTIONS.items():
-        annotation: Any = Annotated[_kind(hints[name]) | None, typer.Option(help=text)]
+        option = typer.Option(help=text[0].upper() + text[1:])
+        annotation: Any = Annotated[_kind(hints[name]) | None, option]
         keyword = inspect.Parameter.KEYWORD_ONLY
         parameters.append(inspect.Parameter(name, keyword, default=None, annotation=annotation))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -11,13 +11,13 @@ import contextlib
 import errno
 import logging
 import os
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from msgspec.structs import asdict
 
 from ..codec import to_json
+from ..errors import warn
 from ..formatting import (
     WALL_CLOCK,
     bits_label,
@@ -75,7 +75,7 @@ class SessionLog(contextlib.AbstractContextManager["SessionLog"]):
             self.close()
             self._paths = ()  # before the warning, which raises where warnings are errors
             text = f"No more logs in {path.parent}: {error}. Tuning goes on without them."
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
+            warn(text, RuntimeWarning)
 
     def close(self) -> None:
         """Close the files; a later record opens them again."""

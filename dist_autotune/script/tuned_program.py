@@ -50,10 +50,10 @@ class TunedProgram:
         if self._error is not None:
             return ""
         if self._tuner is None or not self._tuner.boundaries:
-            return f"Nothing was tuned: {self._boundary.missing}"
+            return f"No step was tuned: {self._boundary.missing}"
         if self._tuner.lacks_group:
             return (
-                f"Nothing was tuned: {settings.world_size()} ranks were started and have made no process "
+                f"No step was tuned: {settings.world_size()} ranks were started and have made no process "
                 "group. Call torch.distributed.init_process_group, or let each rank tune alone: --no-is-dist"
             )
         return "" if self._tuner.lost is None else f"Tuning ended early: {self._tuner.lost}"

@@ -17,7 +17,6 @@ import os
 import stat
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -25,7 +24,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ..codec import digest, parse, to_json
-from ..errors import CacheWarning
+from ..errors import CacheWarning, warn
 from ..search.messages import EXACT, EXPLAINED, INEXACT, Crash, Opening
 from .winners import Winners, safe_name
 
@@ -64,7 +63,7 @@ class CrashGuard:
                         self._crashes = parse(line, Opening, SCHEMA_VERSION).crashes
             except ValueError as error:
                 text = f"Ignored {self._path}: {error}. Nothing is banned for an earlier crash."
-                warnings.warn(text, CacheWarning, stacklevel=2)
+                warn(text, CacheWarning)
         return Opening(crashes=self._crashes)
 
     def begin_session(self, session: str, crashes: Mapping[str, Crash]) -> None:

@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import stat
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,7 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from ..codec import digest, parse, to_json
-from ..errors import CacheWarning
+from ..errors import CacheWarning, warn
 from ..formatting import context_label
 
 SCHEMA_VERSION = 2  # raise it when the fields of EntryKey or their meaning change
@@ -257,7 +256,7 @@ class Winners:
     def _warn(self, text: str, about: str = "") -> None:
         if (about or text) not in self._faults.warned:
             self._faults.warned.add(about or text)
-            warnings.warn(text, CacheWarning, stacklevel=3)
+            warn(text, CacheWarning)
 
 
 def read_bounded(path: Path, limit_bytes: int) -> bytes:

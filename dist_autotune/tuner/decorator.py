@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
+from triton.runtime.jit import KernelInterface
 
 from .. import settings
 from ..errors import InvalidOption
@@ -31,10 +32,12 @@ class ContextualAutotuner(BaseTuner, Generic[P, R]):
     """
 
     def __init__(self, fn: Callable[P, R], options: Options) -> None:
-        if isinstance(fn, (classmethod, staticmethod)):
+        if isinstance(fn, (classmethod, staticmethod, property)):
             raise InvalidOption(f"put @{type(fn).__name__} above @contextual_autotune, not below it")
-        if not callable(fn):
-            raise InvalidOption(f"contextual_autotune decorates a function, not {fn!r}")
+        if isinstance(fn, (type, KernelInterface)) or not callable(fn):
+            raise InvalidOption(
+                f"contextual_autotune decorates a function or method that launches kernels, not {fn!r}"
+            )
         if _is_asynchronous(_bare(fn)):
             raise InvalidOption(
                 f"{fn!r} is asynchronous: its launches happen after the call has returned. "

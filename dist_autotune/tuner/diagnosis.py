@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
 from .. import settings
-from ..errors import AgreementTimeout, LaunchFailed, LaunchTimeout, NoValidConfig, PeerFailed
+from ..errors import AgreementTimeout, LaunchFailed, LaunchTimeout, NoValidConfig, PeerFailed, warn
 from ..formatting import config_label, described
 from ..logs.records import RunFailed
 from ..ranks.watchdog import Watch
@@ -120,7 +119,7 @@ _warned: set[str] = set()
 def _warn_once(about: str, text: str) -> None:
     if about not in _warned:
         _warned.add(about)
-        warnings.warn(text, UserWarning, stacklevel=2)
+        warn(text)
 
 
 def warn_of_ranks_alone(name: str, *, is_dist: bool) -> None:
@@ -170,5 +169,8 @@ def warning_at_end(
         _warn_once(f"clock of {function.name}", text)
         return text
     if not has_failed and not run.launched:
-        return "no launches of autotuned kernels seen: decorate the function that launches them"
+        return (
+            f"{function.name} launches no triton.autotune kernel with two or more configs: decorate the "
+            "function that does"
+        )
     return f"no longer launched, settled with the samples so far: {', '.join(starved)}" if starved else ""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from ..errors import NoValidConfig, TuningError
+from ..errors import NoValidConfig, TuningError, warn
 from ..launch.fast_path import CallUnderWay
 from ..logs.progress import Progress
 from ..logs.records import Merged, Note
@@ -167,7 +166,7 @@ class Session(SessionExchanges):
         self.leave_untuned(f"a further run changes {found}")
         text = diagnosis.changed_in_place(self.function.name, found, has_run=has_run)
         self._drop(TuningError(text), outcome="changes in place")
-        warnings.warn(text, stacklevel=2)
+        warn(text)
 
     # -- beside its runs -----------------------------------------------------------------------------------
 

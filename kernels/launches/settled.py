@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from dist_autotune.for_operations import mark_provisional, settled_config
+from dist_autotune.for_operations import mark_provisional, settled_config, warn
 
 from ..configs import INTERPRETED, take_first
 from ..matrices import Block, Matrix, describe_at
@@ -69,12 +68,11 @@ class TunedKernel:
             return
         self._told.add(layer)
         shape = ", ".join(f"{name}={named[name]}" for name in self.tuner.keys)
-        warnings.warn(
+        warn(
             f"{self._operation} [{shape}] has not been tuned and takes the first of its candidates in every "
             "call. Call it in a function decorated with contextual_autotune, on all ranks with is_dist=True, "
             "which tunes it and keeps the result on disk",
             UntunedWarning,
-            stacklevel=2,
         )
 
 

@@ -59,7 +59,7 @@ def test_a_program_ends_as_it_does_without_the_command(tmp_path, text):
     remark = (
         ""
         if bare.returncode
-        else "dist_autotune: Nothing was tuned: no optimizer of torch.optim has stepped. "
+        else "dist_autotune: No step was tuned: no optimizer of torch.optim has stepped. "
     )
     assert run.stderr.startswith(bare.stderr)
     assert run.stderr.removeprefix(bare.stderr).startswith(remark)

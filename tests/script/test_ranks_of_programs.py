@@ -199,13 +199,13 @@ def test_without_an_optimizer_a_named_function_ends_the_runs():
     assert_agreed()
     ended = start(text)
     assert_all_ok(ended)
-    assert "Nothing was tuned: no optimizer of torch.optim has stepped" in ended[0].stderr
+    assert "No step was tuned: no optimizer of torch.optim has stepped" in ended[0].stderr
 
 
 def test_ranks_without_a_process_group_are_told_why_nothing_was_tuned():
     ended = start("from ranks import meet\nmeet()\ndist.destroy_process_group()\ntrain(4)")
     assert_all_ok(ended)
-    assert "Nothing was tuned: 2 ranks were started and have made no process group. Call " in ended[0].stderr
+    assert "No step was tuned: 2 ranks were started and have made no process group. Call " in ended[0].stderr
 
 
 def test_a_rank_without_the_command_costs_the_others_the_time_out_once():

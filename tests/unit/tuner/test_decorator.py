@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import triton
 
 from dist_autotune import ContextualAutotuner, StepTuner, TuningError, contextual_autotune
 from dist_autotune.tuner import calls
@@ -152,7 +153,7 @@ def test_a_step_tuner_is_copied_and_pickled_without_what_is_under_way():
 
 
 REFUSED = {
-    "a number": (3, "decorates a function, not 3"),
+    "a number": (3, "decorates a function or method that launches kernels, not 3"),
     "generator": (lambda: (yield), "is a generator function"),
     "async def": (coroutine, "is asynchronous"),
     "async generator": (async_generator, "is asynchronous"),
@@ -160,6 +161,8 @@ REFUSED = {
     "async object": (Asynchronous(), "is asynchronous"),
     "classmethod below": (classmethod(thunk), "put @classmethod above @contextual_autotune"),
     "staticmethod below": (staticmethod(thunk), "put @staticmethod above"),
+    "class": (Asynchronous, "launches kernels, not <class"),
+    "kernel": (triton.jit(thunk), "launches kernels, not"),
 }
 
 

@@ -19,6 +19,7 @@ def test_an_unknown_variable_is_a_warning_with_the_nearest_name(monkeypatch, nam
     with pytest.warns(UserWarning, match=f"Nothing reads {name}.*: docs/environment.md lists all") as caught:
         contextual_autotune(thunk)
     assert ("(did you mean DIST_AUTOTUNE_CACHE_DIR?)" in str(caught[0].message)) is name.endswith("CACHE")
+    assert caught[0].filename == __file__  # the caller's, not a line of the package
 
 
 def test_an_unknown_mode_is_an_error(monkeypatch):
