@@ -78,7 +78,7 @@ class Dispatcher:
             binding = self._known_binding(launch)
             return launch.run(binding.configs[binding.rank_context.stand_in(binding.configs)])
         if call.repeats:
-            return self._repeat(launch)
+            return self._repeat(call, launch)
         if self._takes_incumbents(call) or interception.is_async_compiling():
             return self._launch_incumbent(call, launch, failed)
         binding = self._binding(call, launch)
@@ -243,12 +243,19 @@ class Dispatcher:
                     context.run.choice = context.stand_in()
         return {candidate: reason}
 
-    def _repeat(self, launch: Launch) -> Any:
-        """Launch the config of the last run again; raises its failure."""
-        binding = self._known_binding(launch)
-        config = binding.configs[binding.rank_context.chosen(binding, binding.rank_context.bans)]
-        launch.run_pre_hook(config)
-        return launch.run(config)
+    def _repeat(self, call: CallUnderWay, launch: Launch) -> Any:
+        """Launch the config of the last run again; where it fails now, ban it and launch another one."""
+        binding, failed = self._known_binding(launch), dict[str, str]()
+        while True:
+            context = binding.rank_context
+            config = binding.configs[context.chosen(binding, {**context.bans, **failed})]
+            try:
+                launch.run_pre_hook(config)
+                return launch.run(config)
+            except Exception as error:
+                if not (found := self.failure(call, launch, config, error)):
+                    raise
+                failed |= found
 
     def _launch_incumbent(self, call: CallUnderWay, launch: Launch, failed: Mapping[str, str]) -> Any:
         """Launch the incumbent without admitting a context; another config where it fails, in this launch."""

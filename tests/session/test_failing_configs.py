@@ -66,6 +66,21 @@ def test_a_config_that_fails_is_replaced_in_the_same_call(bench, where, failure,
     assert block_of(kernel.best_config) == launched[-1]
 
 
+@pytest.mark.parametrize("objective", ["kernel", "graph"])
+def test_a_config_that_fails_when_a_run_is_repeated_is_replaced_and_banned(bench, objective):
+    kernel = bench.kernel({16: 1.0, 32: 2.0, 64: 3.0})
+
+    def thunk():
+        y = launch(kernel, numbers())
+        kernel.fn.failures[16] = out_of_resources
+        return y
+
+    tuned = bench.tune(thunk, objective=objective, n_warmup=None, n_repeat=None)
+    assert torch.equal(tuned(), numbers() + 1)
+    assert winner(only(tuned.report)) == 32
+    assert [*only(tuned.report).banned] == [str(kernel.configs[0])]
+
+
 @pytest.mark.parametrize("where", ["launch", "pre_hook"])
 def test_when_all_fail_one_error_names_kernel_key_and_every_reason(bench, where):
     kernel = inject(bench, where, dict.fromkeys(BLOCKS, out_of_resources))
