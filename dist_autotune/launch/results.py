@@ -90,7 +90,7 @@ class Results:
             configs = binding.configs.items()
             by_config = [(own, by_digest[digest]) for digest, own in configs if digest in by_digest]
             stock_results.publish(tuner, binding.key, config, by_config, seconds)
-            origin = Origin(function.group, function.scope, context.provisional)
+            origin = Origin(function.group.shared, function.scope, context.provisional)
             mark_origin(tuner, binding.key, origin)
             if not context.provisional:
                 stock_results.announce(tuner, binding.key, cache_hit=is_cached)

@@ -57,7 +57,7 @@ _to_bytes, _read_failure = msgpack.Encoder().encode, msgpack.Decoder(FailedExcha
 class ExchangeWait(Struct, frozen=True):
     """The purpose of an exchange, and the longest wait in it.
 
-    patience_s: after it the wait ends if all missing ranks are in no call (`tell_idle`).
+    patience_s: after it the wait ends if all missing ranks are in no call of the function (`tell_idle`).
     """
 
     what: str  # the ranks are to agree on
@@ -68,7 +68,7 @@ class ExchangeWait(Struct, frozen=True):
 class Exchanges:
     """Numbered exchanges under one prefix as one rank sees them. A rank makes one at a time.
 
-    idle_prefix: of the ranks that tell that they are in no call.
+    idle_prefix: of the ranks that tell that they are in no call of the function.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Exchanges:
         self._at_once(lambda store: store.add(key, 1))
 
     def tell_idle(self) -> None:
-        """Count on: this rank lives, has a session open, and is in no call."""
+        """Count on: this rank lives, has a session open, and is in no call of its function."""
         self._tells_idle = True
         self._at_once(lambda store: store.add(_idle_key(self._rank), 1))
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
+import functools
 import os
 import threading
 import weakref
@@ -33,17 +35,28 @@ class RankGroup:
     """The ranks of a session. This base class is one rank alone: it decides on its own report."""
 
     asks_for_trials = False  # all ranks take the turn for each trial of mode="online"
+    turns: Turns | None = None  # asks for those of the function; None: a rank alone asks nobody
+    _shared: RankGroup | None = None
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank  # global, for names of logs and in messages
         self.ranks: tuple[int, ...] = (rank,)  # of the group, global
         self._watchdog = Watchdog(rank)
 
+    @property
+    def shared(self) -> RankGroup:
+        """The ranks that functions share: see `of_function`."""
+        return self._shared or self
+
+    def of_function(self, function: object, name: str) -> RankGroup:
+        """Return these ranks as one function has them: its exchanges and failures are no other function's."""
+        return self
+
     def exchange(self, report: bytes, decide: Decide, wait: ExchangeWait) -> bytes:
         """Send `report`, return the order that `decide` makes of all reports on the deciding rank.
 
         Raises AgreementTimeout or PeerFailed; an error of `decide` is raised on the deciding rank, and as
-        PeerFailed on the others; PutAside after `wait.patience_s` if all missing peers are in no call.
+        PeerFailed on the others; PutAside after `wait.patience_s` if all missing peers are in no call of it.
         """
         return decide({self.rank: report})
 
@@ -51,16 +64,12 @@ class RankGroup:
         """Tell the peers that this rank does not reach the exchange it is due at."""
 
     def mark_idle(self, *, between_calls: bool) -> None:
-        """Let the peers know while this rank has a session open and is in no call; False: no longer."""
+        """Let the peers know while this rank has a session open and is in no call of it; False: no longer."""
 
     def leave(self) -> None:
         """Delete the keys that the last exchange left in the store; all ranks call it after a session."""
 
-    def new_turns(self, name: str) -> Turns | None:
-        """Return what asks for the turns of a function of this name; None: a rank alone asks nobody."""
-        return None
-
-    def take_turn(self, turns: Turns, turn: LocalTurn, wait: ExchangeWait) -> bool:
+    def take_turn(self, turn: LocalTurn, wait: ExchangeWait) -> bool:
         """Take the turn of sessions on all ranks; return False where all go on without a session.
 
         Raises as `exchange`, and RankMismatch where ranks ask for different functions.
@@ -73,11 +82,11 @@ class RankGroup:
 
     def busy(self) -> Block:
         """Keep peers from giving this rank up while the block compiles."""
-        return self._watchdog.beating()
+        return self._watchdog.beating(lambda: None)
 
     def running(self, watch: Watch) -> Block:
         """Watch the block, which runs the user's code."""
-        return contextlib.nullcontext() if watch.whereabouts is None else self._watchdog.watching(0, watch)
+        return contextlib.nullcontext() if watch.whereabouts is None else self._watchdog.watching(watch)
 
 
 class ProcessGroup(RankGroup):
@@ -89,11 +98,26 @@ class ProcessGroup(RankGroup):
         self.rank, self.ranks = dist.get_rank(), tuple(dist.get_process_group_ranks(group))
         self._connections, self._prefix = connections(), prefix_of(group, self.ranks)
         self._exchanges = self._new_exchanges(self._prefix)
-        self._asked: collections.Counter[str] = collections.Counter()  # functions that ask for turns, by name
-        self._watchdog = Watchdog(self.rank, self._exchanges.heartbeat, self._exchanges.find_failure)
+        self._of: weakref.WeakKeyDictionary[Any, ProcessGroup] = weakref.WeakKeyDictionary()
+        self._named: collections.Counter[str] = collections.Counter()  # functions, by name
+        self._watchdog = Watchdog(self.rank)
 
-    def _new_exchanges(self, prefix: str) -> Exchanges:
-        return Exchanges(self._connections, prefix, self.ranks, self.rank, idle_prefix=self._prefix)
+    def _new_exchanges(self, prefix: str, idle_prefix: str = "") -> Exchanges:
+        return Exchanges(self._connections, prefix, self.ranks, self.rank, idle_prefix)
+
+    def of_function(self, function: object, name: str) -> ProcessGroup:
+        if (known := self._of.get(function)) is not None:
+            return known
+        self._named[name] += 1  # of one name: the n-th of all ranks belong together
+        number = self._named[name]
+        place, title = f"{name}/{number}", name if number == 1 else f"{name} (number {number} of that name)"
+        own = copy.copy(self)
+        own._shared, sessions = self, f"{self._prefix}/sessions/{place}"
+        own._exchanges = self._new_exchanges(sessions)
+        asking = self._new_exchanges(f"{self._prefix}/turns/{place}", sessions)
+        own.turns = Turns(title, asking, self.rank == self.ranks[0], own._exchanges.fail)
+        weakref.finalize(own, _close, own._exchanges, self._watchdog).atexit = False
+        return self._of.setdefault(function, own)
 
     def exchange(self, report: bytes, decide: Decide, wait: ExchangeWait) -> bytes:
         return self._exchanges.exchange(report, decide, wait)
@@ -104,20 +128,18 @@ class ProcessGroup(RankGroup):
             self._exchanges.fail(error)
 
     def mark_idle(self, *, between_calls: bool) -> None:
-        self._watchdog.idle(self._exchanges.tell_idle if between_calls else None)
+        self._watchdog.idle(self._exchanges.tell_idle, is_idle=between_calls)
 
     def leave(self) -> None:
-        self._watchdog.idle(None)
+        self.mark_idle(between_calls=False)
         self._exchanges.leave()
 
-    def new_turns(self, name: str) -> Turns:
-        self._asked[name] += 1  # functions of one name: the n-th of all ranks belong together
-        number = self._asked[name]
-        own = self._new_exchanges(f"{self._prefix}/turns/{name}/{number}")
-        title = name if number == 1 else f"{name} (number {number} of that name)"
-        return Turns(title, own, self.rank == self.ranks[0], self.fail)
+    def busy(self) -> Block:
+        return self._watchdog.beating(self._exchanges.heartbeat)
 
-    def take_turn(self, turns: Turns, turn: LocalTurn, wait: ExchangeWait) -> bool:
+    def take_turn(self, turn: LocalTurn, wait: ExchangeWait) -> bool:
+        assert self.turns is not None
+        turns = self.turns
         _tuning_threads.add(get_ident())
         scout, own = self._connections.scout, f"{self._prefix}/asks/{self.rank}"
         scout.start(lambda store: store.set(own, turns.name))
@@ -136,7 +158,7 @@ class ProcessGroup(RankGroup):
                 "same options, and call the same tuned functions."
             ) from None
         scout.start(lambda store: store.delete_key(own))
-        self.asks_for_trials |= turns.are_on_threads
+        self.shared.asks_for_trials |= turns.are_on_threads
         return has_turn
 
     def _asked_by(self, ranks: tuple[int, ...]) -> dict[int, str]:
@@ -156,12 +178,14 @@ class ProcessGroup(RankGroup):
         return known.count(CallCount(known, session, self.ranks, self.rank, watch, self._watchdog))
 
     def running(self, watch: Watch) -> Block:
-        return self._watchdog.watching(self._exchanges.number, watch)
+        find_failure = functools.partial(self._exchanges.find_failure, self._exchanges.number)
+        return self._watchdog.watching(watch, find_failure)
 
     def close(self) -> None:
         """End all that was started for the group: it has ended. Takes no lock: a collector may call it."""
         self._watchdog.close()
-        self._exchanges.close()
+        for each in (self, *self._of.values()):
+            each._exchanges.close()
 
 
 class Groups:
@@ -210,6 +234,12 @@ class Groups:
             if known.pid == os.getpid() and _has_ended(group):
                 known.close()
                 del self._by_group[group]
+
+
+def _close(exchanges: Exchanges, watchdog: Watchdog) -> None:
+    """End what was started for a function that has gone. Takes no lock: a collector may call it."""
+    watchdog.forget(exchanges.tell_idle)
+    exchanges.close()
 
 
 def _has_ended(group: Any) -> bool:

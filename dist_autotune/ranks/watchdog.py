@@ -38,7 +38,7 @@ class _Run:
 
     watch: Watch
     is_under_way: Callable[[], bool]
-    sequence: int = -1  # of the exchange at its end; -1: of none
+    find_failure: Callable[[], TuningError | None] = lambda: None  # of the exchange at its end
     reason: str = ""  # why peers have gone on without it
     lasted_s: float = -1.0  # a tenth of the time in which this rank compiles counts; below 0: has just begun
     end_at: float = 0.0  # when it is ended; 0: it is not reported
@@ -48,48 +48,50 @@ class Watchdog:
     """Sends heartbeats while this rank compiles, and watches the runs of the user's function.
 
     Its thread starts when first needed, in a forked child too, and looks once a heartbeat.
-    beat: sends one. find_failure: returns how the exchange of a number has failed, if it has.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        beat: Callable[[], None] = lambda: None,
-        find_failure: Callable[[int], TuningError | None] = lambda sequence: None,
-    ) -> None:
-        self._rank, self._beat, self._find_failure = rank, beat, find_failure
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
         self._beating = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_closed = False
         # Of any number of threads:
-        self._tell_idle: Callable[[], None] | None = None  # while this rank is between calls of a session
-        self._idle_since = 0.0
-        self._compiling = 0  # blocks
+        self._idle: dict[Callable[[], None], float] = {}  # between calls of a session: since when
+        self._compiling: list[Callable[[], None]] = []  # a heartbeat for each block
         self._runs: list[_Run] = []
 
     @contextlib.contextmanager
-    def beating(self) -> Iterator[None]:
-        """Send heartbeats while the block compiles."""
+    def beating(self, beat: Callable[[], None]) -> Iterator[None]:
+        """Call `beat`, which sends a heartbeat, while the block compiles."""
         self._start()
         with self._beating:
-            self._compiling += 1
-        self._beat()
+            self._compiling.append(beat)
+        beat()
         try:
             yield
         finally:
             with self._beating:  # none is sent after the block
-                self._compiling -= 1
+                self._compiling.remove(beat)
 
-    def idle(self, tell: Callable[[], None] | None) -> None:
-        """Call `tell` once a heartbeat from now on, unless the next call comes soon; None: no longer."""
-        self._idle_since, self._tell_idle = time.monotonic(), tell
-        if tell is not None:
+    def idle(self, tell: Callable[[], None], *, is_idle: bool) -> None:
+        """Call `tell` once a heartbeat from now on, unless the next call comes soon; else no longer."""
+        with self._beating:  # it is not under way when this returns
+            self.forget(tell)
+            if is_idle:
+                self._idle[tell] = time.monotonic()
+        if is_idle:
             self._start()
 
+    def forget(self, tell: Callable[[], None]) -> None:
+        """Call `tell` no longer. Takes no lock: a garbage collector may call it."""
+        self._idle.pop(tell, None)
+
     @contextlib.contextmanager
-    def watching(self, sequence: int, watch: Watch) -> Iterator[None]:
-        """Watch while the block runs."""
-        run = _Run(watch, lambda: run in self._runs, sequence)
+    def watching(
+        self, watch: Watch, find_failure: Callable[[], TuningError | None] = lambda: None
+    ) -> Iterator[None]:
+        """Watch while the block runs. find_failure: returns how the exchange at its end has failed, if so."""
+        run = _Run(watch, lambda: run in self._runs, find_failure)
         try:
             self._runs.append(run)
             self._start()  # a Ctrl-C may come while the thread starts
@@ -116,13 +118,12 @@ class Watchdog:
         latest = time.monotonic()
         while not self._is_closed:
             time.sleep(exchange.HEARTBEAT_S)
-            with self._beating:
-                if self._compiling and not self._is_closed:
-                    self._beat()
             before, latest = latest, time.monotonic()
-            is_idle = latest - self._idle_since >= exchange.HEARTBEAT_S / 2
-            if is_idle and (tell := self._tell_idle) is not None and not self._is_closed:
-                tell()
+            with self._beating:
+                since_before = latest - exchange.HEARTBEAT_S / 2
+                idle = [tell for tell, since in [*self._idle.items()] if since <= since_before]
+                for tell in () if self._is_closed else (*self._compiling, *idle):
+                    tell()
             for run in list(self._runs):
                 if run.lasted_s < 0:
                     run.lasted_s = 0.0
@@ -150,7 +151,7 @@ class Watchdog:
     def _reason(self, run: _Run) -> str:
         """Return why the peers have gone on without this rank; "": they have not."""
         try:
-            failure = None if run.sequence < 0 else self._find_failure(run.sequence)
+            failure = run.find_failure()
         except StoreLost:
             return ""
         if isinstance(failure, PeerFailed):

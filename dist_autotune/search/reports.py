@@ -37,7 +37,7 @@ Reports: TypeAlias = Mapping[int, bytes]  # by rank
 SOURCE_OF = "the source of kernel "  # and its name: a fact that runs report
 # Of a run the largest of all ranks counts.
 _OF_SLOWEST = ("elapsed_s", "step_s", "apart", "apart_s", "retunes")
-SAID_FIRST = ("the tuned function", "the source of the tuned function")  # of several facts that differ
+SAID_FIRST = "the source of the tuned function"  # of several facts that differ
 
 
 class AgreedPart(LaunchReport, frozen=True, omit_defaults=True):
@@ -180,8 +180,8 @@ def read_reports(
     may_differ: facts that ranks need not share. sources: of kernels, as reported before.
     """
     read: dict[int, Message] = {rank: decode(data) for rank, data in reports.items()}
-    names = sorted({name for message in read.values() for name in message.facts} - {*SAID_FIRST, *may_differ})
-    for name in (*SAID_FIRST, *names):
+    names = sorted({name for message in read.values() for name in message.facts} - {SAID_FIRST, *may_differ})
+    for name in (SAID_FIRST, *names):
         values = values_of(read, name)
         if sources is not None and name.startswith(SOURCE_OF):
             values = sources.differing(name, values)
@@ -190,9 +190,7 @@ def read_reports(
                 f"rank {rank}: {value}" for value, rank in sorted(values.items(), key=lambda each: each[1])
             )
             raise RankMismatch(
-                f"ranks differ in {name}: {said}. "
-                "All ranks must run the same code with the same options, and call the tuned functions in the "
-                "same order."
+                f"ranks differ in {name}: {said}. All ranks must run the same code with the same options."
             )
     found = {rank: message for rank, message in read.items() if isinstance(message, kind)}
     if len(found) < len(read):

@@ -183,18 +183,18 @@ class KnownResults:
         if origin is None:  # stock Triton's, or the user's
             counts = function.is_alone and not function.scope
         else:
-            is_ours = function.is_alone or origin.group is function.group
+            is_ours = function.is_alone or origin.group is function.group.shared
             counts = is_ours and origin.scope == function.scope and not origin.provisional
         return tuner.cache.get(key) if counts else None
 
     def remember_choice(self, context: ContextIdentity, winner: str) -> None:
         """Keep the option that the group settled on, for functions of this process that do not tune."""
-        _choices.setdefault(self.function.group, {})[self.entry_key(context).digest] = winner
+        _choices.setdefault(self.function.group.shared, {})[self.entry_key(context).digest] = winner
 
     def _choice_in_memory(self, context: ContextIdentity) -> str | None:
         if not context.is_choice or self.function.tunes:
             return None
-        return _choices.get(self.function.group, {}).get(self.entry_key(context).digest)
+        return _choices.get(self.function.group.shared, {}).get(self.entry_key(context).digest)
 
     # -- what other keys and older entries tell ------------------------------------------------------------
 

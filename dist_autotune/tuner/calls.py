@@ -18,7 +18,6 @@ from ..logs.writer import SessionLog
 from ..options import Options
 from ..ranks.exchange import ExchangeWait
 from ..ranks.group import RankGroup
-from ..ranks.turns import Turns
 from ..repeats.arguments import Arguments
 from ..repeats.repeated_call import RepeatedCall, ReturnedInChild, saved_tensor_hooks
 from ..triton_api import interception
@@ -291,7 +290,7 @@ class Calls:
             return False
         return not (group.asks_for_trials and session.is_trial_next)
 
-    def _take_turn(self, group: RankGroup, turns: Turns, turn: ProcessTurn) -> bool:
+    def _take_turn(self, group: RankGroup, turn: ProcessTurn) -> bool:
         """Take the turn on all ranks; raises PutAside where peers do not go on with a session."""
         state, session = self.state, self._session
         timeout_s = self._options.timeout_s if state is None else state.function.timeout_s
@@ -299,7 +298,7 @@ class Calls:
         wait = ExchangeWait(f"the opening of a session of {self._name}", timeout_s, patience_s)
         group.mark_idle(between_calls=False)
         try:
-            return group.take_turn(turns, turn, wait)
+            return group.take_turn(turn, wait)
         except PutAside as error:
             assert session is not None
             session.put_aside(error)
@@ -384,7 +383,7 @@ class Calls:
             self.close()
             self._wants_session, self._is_retuning, self._is_to_retune = True, True, False
         known, group = self.state, self._ranks.group()
-        if known is None or known.function.group is not group or known.function.mode != mode:
+        if known is None or known.function.group.shared is not group or known.function.mode != mode:
             known = self._ranks.new_state(self._function, mode, self._note, self._settled.watch)
             self.close()
             self.state, self._wants_session = known, True
@@ -392,7 +391,7 @@ class Calls:
 
     def group_has_changed(self) -> bool:
         """Return whether the next call belongs to other ranks than the last one."""
-        return self.state is not None and self.state.function.group is not self._ranks.group()
+        return self.state is not None and self.state.function.group.shared is not self._ranks.group()
 
     def _note(self, text: str) -> None:
         rank = 0 if self.state is None else self.state.function.group.rank

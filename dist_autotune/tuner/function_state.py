@@ -26,10 +26,9 @@ from ..options import DEFAULT_N_REPEAT, DEFAULT_N_WARMUP, Options
 from ..ranks.exchange import ExchangeWait
 from ..ranks.group import GROUPS, RankGroup
 from ..ranks.questions import CallCount
-from ..ranks.turns import Turns
 from ..ranks.watchdog import Watch
 from ..search import strategies
-from ..search.messages import Facts, Message, Opening
+from ..search.messages import Message, Opening
 from ..search.orders import ContextOrder, Order, Orders
 from ..search.reports import Reports
 from ..search.rules import Rules
@@ -74,10 +73,6 @@ class FunctionSetup(FunctionScope):
         for given, default in ((options.n_warmup, DEFAULT_N_WARMUP), (options.n_repeat, DEFAULT_N_REPEAT)):
             runs += default if given is None else given
         return options.search_name == "exhaustive" and runs > 1
-
-    def facts(self, values: dict[str, str]) -> Facts:
-        """Return facts as this rank reports them; each exchange holds the name of the function."""
-        return {"the tuned function": self.name, **values}
 
     def crash_guard(self, disk: Winners) -> CrashGuard:
         """Return the crash guard, named after all that a crash may depend on, without kernels and keys."""
@@ -190,7 +185,7 @@ class FunctionState:
             "settled": self.orders.digest_text,
             **{f"the option {name}": value for name, value in function.options.agreed_fields().items()},
         }
-        return Opening(function.facts(facts))
+        return Opening(facts)
 
     def opening_with_results(self) -> Opening:
         """Return this rank's message when a session opens, with the results on its disk."""
@@ -247,7 +242,6 @@ class FunctionRanks:
         self._options, self._name, self._is_given = options, name, options.group is not None
         self._world: Callable[[], Any] = lambda: None  # of the last call the default group, and the process
         self._pid = -1
-        self._turns: tuple[weakref.ref[RankGroup], Turns | None] | None = None  # of a group
         self._asking: dict[str, object] = {}  # the thread that takes the turn with other ranks
 
     def group(self) -> RankGroup:
@@ -259,7 +253,7 @@ class FunctionRanks:
         """Return whether these ranks make a call now, as a rule without looking for them."""
         world = _DEFAULT.WORLD
         if self._is_given or world is not self._world() or os.getpid() != self._pid:
-            if group is not self.group():
+            if group.shared is not self.group():
                 return False
             self._world = (lambda: None) if world is None else weakref.ref(world, self._forget)
             self._pid = os.getpid()
@@ -280,7 +274,7 @@ class FunctionRanks:
 
         function: see `Calls`. note, watch: see `FunctionState`.
         """
-        group = self.group()
+        group = self.group().of_function(self, self._name)
         try:
             source = "" if function is None else identity.function_digest(function)
             setup = FunctionSetup(self._options, self._name, source, group, mode=mode)
@@ -293,7 +287,7 @@ class FunctionRanks:
     def turn(
         self,
         group: RankGroup,
-        take: Callable[[RankGroup, Turns, ProcessTurn], bool],
+        take: Callable[[RankGroup, ProcessTurn], bool],
         goes_on: Callable[[], bool],
         is_open: Callable[[], bool],
     ) -> Iterator[bool]:
@@ -312,16 +306,10 @@ class FunctionRanks:
                 yield False
                 return
             # Where another thread has opened the session, peers may not be asking.
-            turns = None if has_waited and is_open() else self._turns_of(group)
-            take_on_all = None if turns is None else functools.partial(take, group, turns)
-            with session_turn(INCUMBENTS, take_on_all) as is_own:
+            own = group.of_function(self, self._name)
+            alone = own.turns is None or (has_waited and is_open())
+            with session_turn(INCUMBENTS, None if alone else functools.partial(take, own)) as is_own:
                 yield is_own
-
-    def _turns_of(self, group: RankGroup) -> Turns | None:
-        """Return the turns of sessions that these ranks take together; None: one rank takes its own."""
-        if self._turns is None or self._turns[0]() is not group:
-            self._turns = weakref.ref(group), group.new_turns(self._name)
-        return self._turns[1]
 
 
 def versions() -> dict[str, str]:

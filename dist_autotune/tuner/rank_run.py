@@ -164,14 +164,13 @@ class RankRun:
         state.guard.end_run()
         self.launched.update(parts)
         sources = {SOURCE_OF + name: texts for name, texts in state.registry.new_sources().items()}
-        facts = function.facts(sources)
         host: dict[str, Any] = {}
         if self.shares_clock and not function.is_alone:
             host |= self._start.stamp()
         if (filler := self._filler) is not None:
             host |= {"wanted_ms": filler.wanted_ms, "enqueue_ms": filler.host_ms, "late_ms": self._late_ms}
         report = RunReport(
-            facts,
+            sources,
             parts=parts,
             run=whole,
             host=HostTimes(**host),

@@ -151,7 +151,7 @@ class Session(SessionExchanges):
     def found_in_place(self, found: str) -> str:
         if self.function.is_alone:
             return found
-        report = InPlaceReport(self.function.facts({}), found)
+        report = InPlaceReport({}, found)
         with self._dropping_searches():
             return self._exchange(report).found
 
@@ -273,7 +273,7 @@ class Session(SessionExchanges):
             put_back()
             self._run.capture(function)
         # [Note: ranks leave together] A rank without a graph replays nothing: kernels of peers would wait.
-        report = Captured(self.function.facts({}))
+        report = Captured({})
         with self._dropping_searches():
             self._exchange(report, f"the capture of {watch.what}", of_run=True)
         with self._under_way(launches, watch):

@@ -85,9 +85,8 @@ def set_patience(tuned: Any, timeout_s: float) -> None:
     tuned._calls.state.function.timeout_s = timeout_s
 
 
-def interrupt_when_waiting(exchanges: Exchanges | None = None) -> None:
+def interrupt_when_waiting(waits: Exchanges) -> None:
     """Send this process a Ctrl-C once it waits for its peers in the next exchange; returns at once."""
-    waits = exchanges or GROUPS.of(None)._exchanges
     key = f"{waits.number}/{dist.get_rank()}"
 
     def interrupt() -> None:

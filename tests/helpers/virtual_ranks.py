@@ -40,6 +40,7 @@ class VirtualAgreement:
     """One rank's `RankGroup`."""
 
     asks_for_trials = False
+    turns = None  # everybody has them
 
     def __init__(self, group: VirtualGroup, rank: int) -> None:
         self.group = group
@@ -80,8 +81,12 @@ class VirtualAgreement:
     def leave(self) -> None:
         pass
 
-    def new_turns(self, name: str) -> None:
-        """Everybody has the turn."""
+    @property
+    def shared(self) -> VirtualAgreement:
+        return self
+
+    def of_function(self, function: object, name: str) -> VirtualAgreement:
+        return self
 
     def call_count(self, session: str, watch: Any) -> None:
         """Nobody asks about settled calls."""

@@ -74,7 +74,8 @@ def test_leaving_by_any_exception_releases_the_peers(leave, text):
 
 def test_ctrl_c_while_a_rank_waits_for_its_peers():
     def program(rank, note):
-        fails = {0: interrupt_when_waiting, 1: lambda: wait_for(note.exists)}
+        exchanges = lambda: step._calls.state.function.group._exchanges  # noqa: E731
+        fails = {0: lambda: interrupt_when_waiting(exchanges()), 1: lambda: wait_for(note.exists)}
         step, _, x = failing_step(rank, fails=fails, at_run=2)
         began = time.monotonic()
         end = ending(step)

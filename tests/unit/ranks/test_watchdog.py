@@ -1,5 +1,6 @@
 """Heartbeats and watched runs of several threads at once."""
 
+import functools
 from unittest import mock
 
 import pytest
@@ -17,10 +18,10 @@ def often(monkeypatch):
 
 
 def test_a_rank_beats_until_the_last_of_its_threads_has_compiled():
-    beats = []
-    watchdog = Watchdog(0, lambda: beats.append(None))
-    with watchdog.beating():
-        with watchdog.beating():
+    beats, watchdog = [], Watchdog(0)
+    beat = functools.partial(beats.append, None)
+    with watchdog.beating(beat):
+        with watchdog.beating(beat):
             pass
         count = len(beats)
         wait_for(lambda: len(beats) > count + 1)
@@ -28,11 +29,10 @@ def test_a_rank_beats_until_the_last_of_its_threads_has_compiled():
 
 
 def test_a_run_is_watched_while_another_one_ends():
-    failures, told = {}, []
-    watchdog = Watchdog(0, find_failure=failures.get)
-    watch = Watch("a call", 60.0, "raise", told.append)
-    with watchdog.watching(5, watch):
-        with watchdog.watching(5, watch):
+    failures, told, watchdog = {}, [], Watchdog(0)
+    watch, find = Watch("a call", 60.0, "raise", told.append), functools.partial(failures.get, 5)
+    with watchdog.watching(watch, find):
+        with watchdog.watching(watch, find):
             pass
         failures[5] = PeerFailed("", 1, "Boom")
         wait_for(lambda: told)
@@ -45,8 +45,8 @@ def test_a_run_that_ends_while_the_thread_starts_is_watched_no_more(monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(watchdog, "_start", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            watchdog.watching(5, Watch("the first call", 0.01, "raise", told.append, str)).__enter__()
-    with watchdog.watching(6, Watch("the next call", 0.01, "raise", told.append, str)):
+            watchdog.watching(Watch("the first call", 0.01, "raise", told.append, str)).__enter__()
+    with watchdog.watching(Watch("the next call", 0.01, "raise", told.append, str)):
         wait_for(lambda: told)
     watchdog.close()
     assert ["the next call" in text for text in told] == [True]
@@ -60,10 +60,10 @@ def test_a_report_that_fails_ends_neither_the_heartbeats_nor_the_abort(monkeypat
 
     monkeypatch.setattr(watchdog_module, "os", mock.Mock(_exit=ended.append))
     monkeypatch.setattr(watchdog_module, "faulthandler", mock.Mock())
-    watchdog = Watchdog(0, lambda: beats.append(None))
-    with watchdog.watching(5, Watch("a call", 0.01, "abort", report, lambda: "")):
+    watchdog = Watchdog(0)
+    with watchdog.watching(Watch("a call", 0.01, "abort", report, lambda: "")):
         wait_for(lambda: ended)
-        with watchdog.beating():
+        with watchdog.beating(lambda: beats.append(None)):
             count = len(beats)
             wait_for(lambda: len(beats) > count)
     watchdog.close()
