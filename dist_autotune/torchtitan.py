@@ -18,20 +18,17 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import silu
 
 from .kernels.tp import all_gather_matmul, matmul_reduce_scatter
+from .kernels.tp.layers import local
 from .tuner.step_tuner import StepTuner
 
 SEQUENCE = 1  # the dimension of activations that ranks share
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _like(x: torch.Tensor, local: torch.Tensor, *, shard: int) -> torch.Tensor:
+def _like(x: torch.Tensor, part: torch.Tensor, *, shard: int) -> torch.Tensor:
     """Return a rank's part of an activation as `x` is given: a DTensor, or plain."""
     if not isinstance(x, DTensor):
-        return local
-    return DTensor.from_local(local, x.device_mesh, [Shard(shard)], run_check=False)
+        return part
+    return DTensor.from_local(part, x.device_mesh, [Shard(shard)], run_check=False)
 
 
 try:
@@ -58,7 +55,7 @@ else:
             if (mesh := _tensor_parallel(x)) is None:
                 result: tuple[torch.Tensor, ...] = super().forward(x)
                 return result
-            products = all_gather_matmul(_local(x), _local(self.wqkv.weight), mesh, gather_dim=SEQUENCE)
+            products = all_gather_matmul(local(x), local(self.wqkv.weight), mesh, gather_dim=SEQUENCE)
             by_group = products.unflatten(-1, (-1, self.r_dim, self.head_dim))
             parts = by_group.split([self.heads_per_kv, 1, 1], dim=-2)
             return tuple(_like(x, part.flatten(2, 3).contiguous(), shard=2) for part in parts)
@@ -74,7 +71,7 @@ else:
             if (mesh := _tensor_parallel(input)) is None:
                 result: torch.Tensor = super().forward(input)
                 return result
-            own = matmul_reduce_scatter(_local(input), _local(self.weight), mesh, scatter_dim=SEQUENCE)
+            own = matmul_reduce_scatter(local(input), local(self.weight), mesh, scatter_dim=SEQUENCE)
             return _like(input, own, shard=SEQUENCE)
 
     class OverlappedFeedForward(FeedForward):
@@ -88,9 +85,9 @@ else:
             if (mesh := _tensor_parallel(x)) is None:
                 result: torch.Tensor = super().forward(x)
                 return result
-            weights = _local(self.w1.weight), _local(self.w3.weight)
-            gate, up = all_gather_matmul(_local(x), weights, mesh, gather_dim=SEQUENCE)
-            own = matmul_reduce_scatter(silu(gate) * up, _local(self.w2.weight), mesh, scatter_dim=SEQUENCE)
+            weights = local(self.w1.weight), local(self.w3.weight)
+            gate, up = all_gather_matmul(local(x), weights, mesh, gather_dim=SEQUENCE)
+            own = matmul_reduce_scatter(silu(gate) * up, local(self.w2.weight), mesh, scatter_dim=SEQUENCE)
             return _like(x, own, shard=SEQUENCE)
 
     class TunedOptimizers(OptimizersContainer):

@@ -6,7 +6,6 @@
                          dispatched once more for the weight's own gradient
     ep_matmul_combine    sums of products. Backward: the products once more, then `ep_combine_backward`
     ep_matmul            products of rows that are here. Backward: itself, across the weight
-    ep_outer_products    for each expert the sum, over its rows, of left's row times right's
 
 An operation goes by its `name`. *Where* rows lie: `offsets`, `sources`, `places`, `topk_ids` of `Dispatched`.
 """
@@ -17,9 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import grouped_mm, pad
 
+from ..tp.expert_operators import outer_products
 from ..tp.operator import Operator
+from ..tp.operators import by_rows
 from .launches import Dispatched
 from .operation import OPEN, ExpertParallel
 
@@ -91,11 +91,6 @@ def _ep_matmul(
     return OPEN[name].matmul(by_rows(rows.detach()), weight.detach(), d)
 
 
-def _ep_outer_products(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
-    products = grouped_mm(_at_16_bytes(left).T, _at_16_bytes(right), offs=offsets[1:])
-    return products[:, : left.shape[1], : right.shape[1]].contiguous()
-
-
 # ---- their shapes
 
 
@@ -132,10 +127,6 @@ def _shape_of_matmul(rows: Tensor, weight: Tensor, *where: Any) -> Tensor:
     return rows.new_empty((rows.shape[0], weight.shape[1]))
 
 
-def _shape_of_outer_products(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
-    return left.new_empty((offsets.shape[0] - 1, left.shape[1], right.shape[1]))
-
-
 # ---- their gradients
 
 
@@ -166,7 +157,7 @@ def _gradients_of_dispatch_matmul(
         of_x = ep_matmul_combine(grad, weight.mT, ones, offsets, sources, places, topk_ids, ctx.name)
     if needed[1]:
         rows, *_ = ep_dispatch(x, topk_ids, ctx.name, False)
-        of_weight = ep_outer_products(grad, rows, offsets)
+        of_weight = outer_products(grad, rows, offsets[1:])
     return of_x, of_weight
 
 
@@ -186,31 +177,18 @@ def _gradients_of_matmul_combine(ctx: Any, needed: tuple[Any, ...], grad: Tensor
     products = ep_matmul(rows, weight, *of_matmul)
     of_products, of_weights = ep_combine_backward(grad, products, topk_weights, *where, ctx.name)
     of_rows = ep_matmul(of_products, weight.mT, *of_matmul) if needed[0] else None
-    of_weight = ep_outer_products(of_products, rows, offsets) if needed[1] else None
+    of_weight = outer_products(of_products, rows, offsets[1:]) if needed[1] else None
     return of_rows, of_weight, of_weights
 
 
 def _gradients_of_matmul(ctx: Any, needed: tuple[Any, ...], grad: Tensor) -> tuple[Any, ...]:
     rows, weight, offsets, *where = ctx.saved_tensors
     of_rows = ep_matmul(grad, weight.mT, offsets, *where, ctx.name) if needed[0] else None
-    return of_rows, ep_outer_products(grad, rows, offsets) if needed[1] else None
+    return of_rows, outer_products(grad, rows, offsets[1:]) if needed[1] else None
 
 
 def _ones(topk_ids: Tensor) -> Tensor:
     return torch.ones(topk_ids.shape, dtype=torch.float32, device=topk_ids.device)
-
-
-def by_rows(matrix: Tensor) -> Tensor:
-    """Return the matrix with contiguous rows, as kernels take it; an expanded gradient is copied."""
-    return matrix if matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1] else matrix.contiguous()
-
-
-def _at_16_bytes(matrix: Tensor) -> Tensor:
-    """Return the matrix, padded where torch's grouped product would refuse it: rows begin at 16 bytes."""
-    matrix, quantum = by_rows(matrix), 16 // matrix.element_size()
-    if matrix.stride(0) % quantum == 0 and matrix.data_ptr() % 16 == 0:
-        return matrix
-    return pad(matrix, (0, -matrix.shape[1] % quantum)).contiguous()
 
 
 ep_dispatch = Operator(_ep_dispatch, _shapes_of_dispatch, _gradients_of_dispatch, _keep_for_dispatch)
@@ -224,4 +202,3 @@ ep_matmul_combine = Operator(
     _ep_matmul_combine, _shape_of_matmul_combine, _gradients_of_matmul_combine, _keep
 )
 ep_matmul = Operator(*(_ep_matmul, _shape_of_matmul, _gradients_of_matmul, _keep), meets_peers=False)
-ep_outer_products = Operator(_ep_outer_products, _shape_of_outer_products, meets_peers=False)

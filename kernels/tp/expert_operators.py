@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import grouped_mm, pad
 
 from ..moe.ag_moe import AllGatherMoE
 from ..moe.moe_rs import MoEReduceScatter
@@ -70,8 +71,16 @@ def _routing(words: Tensor, tokens: int, topk: int, weight: Tensor, group_name: 
 
 def _outer_products(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Rows of left [T, N] and right [T, K] by expert: [experts, N, K]; those after them count nowhere."""
-    result: Tensor = torch.nn.functional.grouped_mm(by_rows(left).T, by_rows(right), offs=ends)
-    return result
+    products = grouped_mm(_at_16_bytes(left).T, _at_16_bytes(right), offs=ends)
+    return products[:, : left.shape[1], : right.shape[1]].contiguous()
+
+
+def _at_16_bytes(matrix: Tensor) -> Tensor:
+    """Return the matrix, padded where torch's grouped product would refuse it: rows begin at 16 bytes."""
+    matrix, quantum = by_rows(matrix), 16 // matrix.element_size()
+    if matrix.stride(0) % quantum == 0 and matrix.data_ptr() % 16 == 0:
+        return matrix
+    return pad(matrix, (0, -matrix.shape[1] % quantum)).contiguous()
 
 
 def _shape_of_products(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
