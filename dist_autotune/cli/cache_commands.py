@@ -40,20 +40,11 @@ def _chosen(cache: Winners, kernels: list[str] | None, device: str, key: str = "
 
 
 @app.command("list")
-def list_entries(
-    kernels: Kernels = None,
-    device: Device = "",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object instead of a table.")
-    ] = False,
-) -> None:
+def list_entries(kernels: Kernels = None, device: Device = "") -> None:
     """List the winners: one row per kernel, key and machine."""
     cache = _open_cache()
     entries = _chosen(cache, kernels, device)
-    if as_json:
-        listed = [{"digest": each.key.digest, **asdict(each)} for each in entries]
-        typer.echo(to_json({"directory": str(cache.directory), "entries": listed}, indent=True))
-    elif entries:
+    if entries:
         devices = {each.key.device for each in entries}
         names = ("digest", ">ms", "device", ">ranks", "created (UTC)", "kernel and winner")
         rows = [

@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 
 from .. import settings
-from ..codec import to_json
 from ..reports.history import History, SessionHistory, load_history
 from ..reports.tables import history_parts, write_html
 from ..tables import text
@@ -56,7 +55,6 @@ LogDirectory = Annotated[
     typer.Argument(help=f"Log directory. Default: {settings.LOG_DIR}, else {settings.DEFAULT_LOG_DIR}."),
 ]
 EverySession = Annotated[bool, typer.Option("--all", help="Take every session, not each function's newest.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
 @app.callback()
@@ -92,7 +90,7 @@ def report(
 
 
 @app.command("doctor")
-def examine_machine(as_json: AsJson = False) -> None:
+def examine_machine() -> None:
     """Look at versions, GPUs, symmetric memory, ranks and settings.
 
     The exit code is 1 if something that is needed does not work.
@@ -102,12 +100,9 @@ def examine_machine(as_json: AsJson = False) -> None:
     with Console(stderr=True).status("Trying ranks and GPUs ..."):
         seen = examination.examine()
     found = findings.judge(seen)
-    if as_json:
-        typer.echo(to_json(findings.as_dict(seen, found), indent=True))
-    else:
-        console = terminal.open_console()
-        console.print(*findings.tables(seen, found))
-        console.print(text("\n".join(["", *findings.next_steps(found)]), "bold"))
+    console = terminal.open_console()
+    console.print(*findings.tables(seen, found))
+    console.print(text("\n".join(["", *findings.next_steps(found)]), "bold"))
     if not findings.is_healthy(found):
         raise typer.Exit(1)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from rich.console import Group
 from torch.torch_version import TorchVersion
@@ -13,7 +12,6 @@ from ..formatting import counted
 from ..tables import table
 from .examination import STARTUP, Examination
 
-SCHEMA_VERSION = 7  # of the JSON form
 MEMORY_STEP = "pip install 'dist-autotune[nvidia]' 'cuda-bindings>=13.0.3,<14', or see the lines above"
 WRITABLE_STEPS = {
     "cache": "Set DIST_AUTOTUNE_CACHE_DIR, or each start tunes again",
@@ -90,12 +88,6 @@ def _judge_results(seen: Examination) -> Iterator[Finding]:
             yield Finding("problem", check, result.problem, STEPS[result.stage])
         elif result is not None and "memory" in result.facts:
             yield Finding("ok", check, result.facts["memory"])
-
-
-def as_dict(seen: Examination, findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return the JSON-representable form of everything."""
-    summary = {"schema": SCHEMA_VERSION, "ok": is_healthy(findings), "world": seen.world, "gpus": seen.gpus}
-    return {**summary, **asdict(seen), "findings": [asdict(finding) for finding in findings]}
 
 
 def tables(seen: Examination, findings: Sequence[Finding]) -> Iterator[Group]:

@@ -71,13 +71,11 @@ def test_the_command_says_its_version() -> None:
 # ---- cache
 
 
-def test_cache_list_takes_kernel_device_and_json(tmp_cache: Path) -> None:
+def test_cache_list_takes_kernel_and_device(tmp_cache: Path) -> None:
     Winners(tmp_cache).put(entry(), entry(kernel="add"), entry(kernel="add", device="NVIDIA H200"))
     everything = run("cache", "list").stdout
     assert "3 entries for NVIDIA H200, test device in" in everything
-    data = json.loads(run("cache", "list", "--kernel", "ad", "--device", "H200", "--json").stdout)
-    (found,) = data["entries"]
-    assert (data["directory"], found["key"]["device"], found["ms"]) == (str(tmp_cache), "NVIDIA H200", 0.25)
+    assert "1 entry for NVIDIA H200 in" in run("cache", "list", "--kernel", "ad", "--device", "H200").stdout
     assert run("cache", "list", "--kernel", "div").stdout.startswith("No such entries in")
 
 

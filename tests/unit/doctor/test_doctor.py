@@ -1,7 +1,6 @@
 """The doctor: what it says of this machine and of machines that are not here, and that nothing stops it."""
 
 import dataclasses
-import json
 import subprocess
 import sys
 import time
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from process_states import has_ended
 from typer.testing import CliRunner, Result
 
@@ -20,34 +20,31 @@ from dist_autotune.doctor.findings import is_healthy, judge
 HANG = [sys.executable, "-c", "import signal; signal.pause()"]
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["doctor", *arguments])
+def run() -> Result:
+    return CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "300"})
 
 
 # ---- this machine
 
 
 def test_a_machine_without_gpus_is_healthy_and_its_world_is_the_interpreter(tmp_path: Path) -> None:
-    result = run("--json")
+    result = run()
     assert result.exit_code == 0, result.stdout
-    seen = json.loads(result.stdout)
-    assert (seen["ok"], seen["world"], seen["gpus"]) == (True, "interpreter", [])
-    assert {"python", "torch", "CUDA", "driver", "triton", "numpy", "filelock", "msgspec"} <= seen[
-        "versions"
-    ].keys()
-    wrote = "shm: CPU processes of one host share files; 2 ranks wrote to each other"
-    assert (seen["ranks"]["facts"], seen["ranks"]["problem"]) == ({"memory": wrote}, "")
+    assert "in Triton's interpreter: it shows behaviour, not speed (0 GPUs)" in result.stdout
+    for name in ("python", "torch", "CUDA", "driver", "triton", "numpy", "filelock", "msgspec"):
+        assert f"\n{name} " in result.stdout
+    assert "shm: CPU processes of one host share files; 2 ranks wrote to each other" in result.stdout
+    assert "Everything needed works." in result.stdout
     assert list(tmp_path.iterdir()) == []  # what was made to try it is gone
 
 
 @pytest.mark.gpu(devices=2)
 def test_between_gpus_symmetric_memory_works() -> None:
-    result = run("--json")
+    result = run()
     assert result.exit_code == 0, result.stdout
-    seen = json.loads(result.stdout)
-    assert seen["world"] == "gpu"
-    assert len(seen["gpus"]) >= 2
-    assert f"{len(seen['gpus'])} ranks wrote to each other" in seen["memory"]["facts"]["memory"]
+    gpus = torch.cuda.device_count()
+    assert f"on {gpus} GPUs (" in result.stdout
+    assert f"{gpus} ranks wrote to each other" in result.stdout
 
 
 # ---- probes
