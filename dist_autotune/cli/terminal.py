@@ -7,6 +7,7 @@ import functools
 import io
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -15,10 +16,11 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from ..errors import CacheWarning, TuningError
-from ..formatting import one_line
-from ..reports.totals import total_lines
+from ..formatting import counted, one_line
 from ..tables import as_lines, text
-from ..tuner.report import Findings
+from ..tuner.report import Findings, TunedContext, labels_by_reason
+
+UNSETTLED = ("tuning", "unfinished", "partial")  # statuses
 
 
 def open_console(*, stderr: bool = False) -> Console:
@@ -53,9 +55,29 @@ def print_ending(found: Sequence[Findings], remark: str) -> None:
         if report.remarks:
             show(*map(text, report.remarks))
     if found:
-        show("", *map(text, total_lines(found)))
+        show("", *map(text, _total_lines(found)))
     if remark:
         show(text(f"dist_autotune: {remark}", "yellow"))
+
+
+def _total_lines(found: Sequence[Findings]) -> Iterator[str]:
+    """Yield lines: contexts by status, untuned keys with reasons, gains, costs, the place of the report."""
+    contexts = [context for each in found for context in each.contexts]
+    settled = sum(context.status not in UNSETTLED for context in contexts)
+    statuses = Counter(context.status for context in contexts)
+    listed = "".join(f", {count} {status}" for status, count in sorted(statuses.items()))
+    of = f" of {counted(len(found), 'function')}" if len(found) > 1 else ""
+    yield f"In all: {counted(len(contexts), 'context')}{of}, {settled} settled{listed}"
+    untuned = [
+        (TunedContext(*names, None).label, reason) for each in found for *names, reason in each.untuned
+    ]
+    for labels, reason in labels_by_reason(untuned):
+        yield f"Untuned: {labels}: {reason}"
+    for each in found if len(found) > 1 else ():  # of one alone its own report says so
+        yield f"Gain of {each.name}: {each.report.gain or each.report.step or 'not known'}"
+    yield f"Tuning took {sum(each.report.cost_s + each.report.earlier_s for each in found):.1f} s in all"
+    for directory in sorted({each.report.log_dir for each in found if each.report.log_dir}):
+        yield f"Report: dist-autotune report {directory}"
 
 
 @contextlib.contextmanager

@@ -58,9 +58,7 @@ class Dispatcher:
         # By context and form, a launch to compile candidates for; dropped at the end of the run.
         self.to_preflight: dict[RankContext, dict[Any, tuple[Binding, Launch]]] = {}
         self.announced: dict[str, None] = {}  # lines about operations of the runs, each once
-        self._failed: dict[
-            tuple[str, str], str
-        ] = {}  # settled launches, once: (context, candidate) -> reason
+        self._failed: dict[tuple[str, str], str] = {}  # settled launches: (context, candidate) -> reason
         self._known_choices = KnownChoices()
         self._registry, self._clock, self._guard = registry, clock, guard
         self._compiling, self._note, self._written = compiling, note, written
@@ -169,9 +167,10 @@ class Dispatcher:
             loaded = self._ensure_loaded(call, launch, binding, candidate) if call.tunes else None
             if call.tunes and context.measures and not is_later:
                 grid = RecordedGrid(launch.kwargs.get("grid"))
-                counted = launch.with_grid(grid) if callable(launch.kwargs.get("grid")) else launch
+                if callable(launch.kwargs.get("grid")):
+                    launch = Launch(launch.tuner, launch.args, {**launch.kwargs, "grid": grid})
                 mark = context.samples.start()
-                result = counted.run(config)
+                result = launch.run(config)
                 context.samples.stop(mark)
                 self._keep_share(context, candidate, grid.programs, kernel_of(result))
                 state = context.compile

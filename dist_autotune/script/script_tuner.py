@@ -111,10 +111,8 @@ class ScriptTuner(BaseTuner):
         if not (self.boundaries and (is_alone or dist.is_initialized())):
             # Several ranks are strict together, not each for itself.
             run = self._own.step(mode if is_alone else "cached", asks_nobody=True)
-        elif self.lost is not None:
-            run = self._shared.step(mode, asks_nobody=True)
         else:
-            run = self._shared.step(mode)
+            run = self._shared.step(mode, asks_nobody=self.lost is not None)
         self._run.enter_context(run)
 
     def _abandon_run(self, error: BaseException) -> None:

@@ -55,10 +55,10 @@ class Samples:
         self._marks: list[Any] = []
         self._is_launching = False
         # Methods that only some clocks have; see `EventClock`.
-        self._is_ready: Callable[[Any], bool] = getattr(clock, "ready", _always)
-        self._is_running: Callable[[Any], bool] = getattr(clock, "is_running", _never)
+        self._is_ready: Callable[[Any], bool] = getattr(clock, "ready", lambda mark: True)
+        self._is_running: Callable[[Any], bool] = getattr(clock, "is_running", lambda mark: False)
         flagged = clock if flags_gaps else None
-        self._gap_ms: Callable[[Any], float] = getattr(flagged, "gap_ms", _no_gap)
+        self._gap_ms: Callable[[Any], float] = getattr(flagged, "gap_ms", lambda mark: 0.0)
 
     def start(self) -> Any:
         self._is_launching = True
@@ -158,15 +158,3 @@ class Samples:
         ms = statistics.median(exact or [sample.ms for sample in samples])
         gap_ms = 0.0 if exact else min(ms, statistics.median(sample.gap_ms for sample in samples))
         return Reading(ran, is_timed=True, ms=ms, gap_ms=gap_ms)
-
-
-def _always(mark: Any) -> bool:
-    return True
-
-
-def _never(mark: Any) -> bool:
-    return False
-
-
-def _no_gap(mark: Any) -> float:
-    return 0.0

@@ -132,10 +132,6 @@ class Launch:
         """Launch the kernel under the Autotuner with `config`; its hook is the caller's."""
         return self.tuner.fn.run(*self.args, **self.kwargs, **config.all_kwargs())
 
-    def with_grid(self, grid: Any) -> Launch:
-        """Return the same launch with another grid."""
-        return Launch(self.tuner, self.args, {**self.kwargs, "grid": grid})
-
     def compile(self, config: Any) -> Any:
         """Compile `config` for this launch without launching; return the kernel (a future in async mode)."""
         options = {**self.kwargs, **config.all_kwargs(), "grid": self.kwargs.get("grid"), "warmup": True}

@@ -178,7 +178,8 @@ class TuningReport:
         if self.step is not None:
             lines.append(f"Tuned: {self.step}")
         lines += missing_gains(each for each in self.contexts if each.status not in ("cached", "tuning"))
-        lines += slower_winners(self.contexts)
+        slower = labels_by_reason((each.label, each.not_fastest) for each in self.contexts)
+        lines += [f"The winner is not the fastest of {labels}: {reason}." for labels, reason in slower]
         if any(context.launch_bound for context in self.contexts):
             lines.append(formatting.LAUNCH_BOUND_NOTE.capitalize())
         lines += [f"{context.label}: {context.untried}" for context in self.contexts if context.untried]
@@ -232,12 +233,6 @@ def missing_gains(contexts: Iterable[TunedContext]) -> Iterator[str]:
     """Yield a sentence for each reason why contexts have no gain; the time of a step leaves these out."""
     for labels, reason in labels_by_reason((each.label, each.no_gain_reason) for each in contexts):
         yield f"No gain of {labels}: {reason}."
-
-
-def slower_winners(contexts: Iterable[TunedContext]) -> Iterator[str]:
-    """Yield a sentence for each reason why winners are not the fastest in their tables."""
-    for labels, reason in labels_by_reason((each.label, each.not_fastest) for each in contexts):
-        yield f"The winner is not the fastest of {labels}: {reason}."
 
 
 def labels_by_reason(contexts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:

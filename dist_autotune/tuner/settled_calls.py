@@ -126,7 +126,8 @@ class SettledCalls:
         if asks_nobody:
             return False
         if self._stopped or not may_tune:
-            self.leave_untuned(new, self._stopped or _why(state))
+            why = "watch=False" if state.function.tunes else f"DIST_AUTOTUNE_MODE={state.function.mode}"
+            self.leave_untuned(new, self._stopped or why)
             return False
         if count is None:
             return state.function.is_alone and bool(due)
@@ -193,8 +194,3 @@ class SettledCalls:
             self._note(text := f"{context.title} waits for launches: {SELDOM.format(self._name)}")
             logging.getLogger("dist_autotune").warning("%s", text)
         return self._met[context.name].bit_count() == 1  # 1, 2, 4, 8, ...
-
-
-def _why(state: FunctionState) -> str:
-    """Return why a new key of a settled call asks for no session."""
-    return "watch=False" if state.function.tunes else f"DIST_AUTOTUNE_MODE={state.function.mode}"
