@@ -68,10 +68,9 @@ def _total_lines(found: Sequence[Findings]) -> Iterator[str]:
     listed = "".join(f", {count} {status}" for status, count in sorted(statuses.items()))
     of = f" of {counted(len(found), 'function')}" if len(found) > 1 else ""
     yield f"In all: {counted(len(contexts), 'context')}{of}, {settled} settled{listed}"
-    untuned = [
-        (TunedContext(*names, None).label, reason) for each in found for *names, reason in each.untuned
-    ]
-    for labels, reason in labels_by_reason(untuned):
+    untuned = [key for each in found for key in each.untuned]
+    named = ((TunedContext(kernel, key, None).label, reason) for kernel, key, reason in untuned)
+    for labels, reason in labels_by_reason(named):
         yield f"Untuned: {labels}: {reason}"
     for each in found if len(found) > 1 else ():  # of one alone its own report says so
         yield f"Gain of {each.name}: {each.report.gain or each.report.step or 'not known'}"
