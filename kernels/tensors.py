@@ -300,18 +300,18 @@ def check_out(
     check_tensor("out", out, dtype, device)
     if list(out.shape) != list(shape):
         raise ValueError(f"out has shape {list(out.shape)}; the result has {list(shape)}")
-    check_distinct("out", out)
+    check_distinct(out)
 
 
-def check_distinct(name: str, matrix: torch.Tensor) -> None:
-    """Raise ValueError where two elements of a matrix are one in memory."""
-    (rows, columns), (down, along) = matrix.shape, matrix.stride()
+def check_distinct(out: torch.Tensor) -> None:
+    """Raise ValueError where two elements of a result are one in memory."""
+    (rows, columns), (down, along) = out.shape, out.stride()
     # So many rows further down, and so many columns back, lies the same element.
     step = math.gcd(down, along) or 1
-    if matrix.numel() > 1 and along // step < rows and down // step < columns:
+    if out.numel() > 1 and along // step < rows and down // step < columns:
         raise ValueError(
-            f"{name} has shape {list(matrix.shape)} and strides {matrix.stride()}: elements overlap; pass a "
-            "tensor with its own memory"
+            f"out has shape {list(out.shape)} and strides {out.stride()}: elements overlap; pass a tensor "
+            "with its own memory"
         )
 
 

@@ -195,9 +195,9 @@ class Ballots:
         """Return the standing way of that key."""
         return self._standing.get(key, 0)
 
-    def has_standing(self, way: int) -> bool:
-        """Return whether it is the standing way of any key."""
-        return way in self._standing.values()
+    def has_collective(self) -> bool:
+        """Return whether a collective is the standing way of any key."""
+        return COLLECTIVE in self._standing.values()
 
     def check(self) -> None:
         """Wait for all ballots of calls by a standing collective; raise what `agree` would."""

@@ -164,7 +164,7 @@ class Collective:
 
     def ahead(self) -> tuple[int, int] | None:
         """Return as `refuse` does, for a rank that has failed; None also where nobody makes a collective."""
-        if self._ballots is None or not self._ballots.has_standing(COLLECTIVE):
+        if self._ballots is None or not self._ballots.has_collective():
             return None
         went_ahead = self._ballots.refuse()
         return went_ahead if went_ahead is not None and went_ahead[0] == COLLECTIVE else None

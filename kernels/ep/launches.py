@@ -13,7 +13,7 @@ from dist_autotune import tunable
 
 from ..configs import INTERPRETED, capability
 from ..launches.prepared import PlainLaunches
-from ..launches.settled import Grid, TunedKernel, UnplannedLaunches, compiled_for
+from ..launches.settled import Grid, TunedKernel, UnplannedLaunches, kinds_of
 from ..moe.launch import lies_for_tma, size_class
 from ..signals import GIVEN_UP
 from ..symm import SymmetricMemory, SymmetricTensor
@@ -55,9 +55,6 @@ class Dispatched:
     sources: torch.Tensor  # int32 [C]: the position of each row, see `slots`
     places: torch.Tensor  # int32 [tokens_per_rank * topk]: rows of own tokens at own experts
     topk_ids: torch.Tensor  # [T, topk], contiguous
-
-    def with_rows(self, rows: torch.Tensor) -> Dispatched:
-        return Dispatched(rows, self.offsets, self.sources, self.places, self.topk_ids)
 
 
 def check_is_dispatched(d: Dispatched) -> None:
@@ -109,7 +106,7 @@ class Launches:
         self._graded_to = self._table(self._dots, self.flags)
         self._launch = UnplannedLaunches().launch
         held = (self._ids.local, self._counts.local, self.flags.local, errors, self._state, self._found)
-        self._kind = (device, world, *sizes, *compiled_for(held))  # of kernels that are not tuned
+        self._kind = (device, world, *sizes, *kinds_of(held))  # of kernels that are not tuned
         self._sms = 0
         if device.type == "cuda":
             self._sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -121,15 +118,15 @@ class Launches:
         table.points_to = tuple(peer for each in tensors for peer in each.peers)  # type: ignore[attr-defined]
         return table
 
-    def new_dispatch(self, ids: torch.Tensor) -> Dispatched:
-        """Return a dispatch to be filled, without rows."""
+    def new_dispatch(self, ids: torch.Tensor, columns: int) -> Dispatched:
+        """Return a dispatch to be filled."""
         sizes, device = self.sizes, ids.device
         offsets, places = (
             torch.empty(length, dtype=torch.int32, device=device)
             for length in (sizes.experts + 1, sizes.tokens * sizes.topk)
         )
         sources = torch.empty(sizes.capacity, dtype=torch.int32, device=device)
-        return Dispatched(self.new_rows(0), offsets, sources, places, ids)
+        return Dispatched(self.new_rows(columns), offsets, sources, places, ids)
 
     def new_rows(self, columns: int) -> torch.Tensor:
         return self.tokens.local.new_empty((self.sizes.capacity, columns))
@@ -269,7 +266,7 @@ class Launches:
         numbers = (len(ids), self.sizes.tokens, self.sizes.experts, self.rank, patience_ticks)
         constants = {"K": self.sizes.topk, "WORLD": self._memory.world_size, "BLOCK": BLOCK_POSITIONS}
         _COLLECT.launch(
-            (self._kind, *compiled_for(tensors), *numbers), (programs, 1, 1), tensors, numbers, constants
+            (self._kind, *kinds_of(tensors), *numbers), (programs, 1, 1), tensors, numbers, constants
         )
 
     def product(self, rows: torch.Tensor, weight: torch.Tensor, d: Dispatched) -> torch.Tensor:

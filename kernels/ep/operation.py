@@ -243,7 +243,7 @@ class ExpertParallel(NumberedCalls):
 
         In one launch those of a dispatch have been copied, too.
         """
-        d = self._new_dispatch(topk_ids.detach().contiguous(), columns)
+        d = self._launches.new_dispatch(topk_ids.detach().contiguous(), columns)
         at_once = self._is_at_once(kind, len(x))
         to_all, patience_ticks = kind == DISPATCH_MATMUL, self._patience_ticks
         self._launches.send(x, d, None, patience_ticks, to_all=to_all, fp8=fp8, at_once=at_once)
@@ -261,9 +261,6 @@ class ExpertParallel(NumberedCalls):
         ways = (True, False) if self.tokens_per_rank <= MOST_TOKENS_AT_ONCE else (False, True)
         key = (size_class(tokens), self.hidden, self.topk, self.experts, self.world_size)
         return tunable(f"ep {kind} in one launch", ways, key=key)
-
-    def _new_dispatch(self, ids: torch.Tensor, columns: int) -> Dispatched:
-        return self._launches.new_dispatch(ids).with_rows(self._launches.new_rows(columns))
 
     def _combine(
         self, rows: torch.Tensor, d: Dispatched, topk_weights: torch.Tensor, out: torch.Tensor | None
@@ -311,7 +308,7 @@ class ExpertParallel(NumberedCalls):
         x = self._launches.new_rows(self.hidden)[:0]
         ids = torch.empty((0, self.topk), dtype=torch.int32, device=self.device)
         weights = torch.empty((0, self.topk), device=self.device)
-        d = self._new_dispatch(ids, self.hidden)
+        d = self._launches.new_dispatch(ids, self.hidden)
         d.offsets.zero_()
         if kind in (DISPATCH, DISPATCH_MATMUL):
             self._dispatch(x, ids, fp8=last is True and self._can_send_fp8())

@@ -183,16 +183,16 @@ def gluon_candidate(
     return triton.Config(kwargs, num_warps=warps, num_stages=1, pre_hook=set_blocks)
 
 
-def any_width(variant: str, block_m: int, width: int, store_n: int = 64) -> dict[str, Any]:
+def any_width(variant: str, block_m: int, width: int) -> dict[str, Any]:
     """Return arguments of `gluon_candidate`: tiles so wide, a multiple of 8, and a ring as deep as fits."""
     block_n, extra_n = in_boxes(width)
     storers = 2 if variant == "pingpong" else 1  # of all rows
     return {
         "variant": variant,
         "blocks": (block_m, block_n, 64),
-        "buffers": deepest_ring(block_m, width, store_bytes=storers * block_m * store_n * 2),
+        "buffers": deepest_ring(block_m, width, store_bytes=storers * block_m * 64 * 2),
         "warps": 4 if variant == "pingpong" or block_m == 64 else 8,
-        "store": (store_n, 1),
+        "store": (64, 1),
         "extra_n": extra_n,
         "joined": True,
     }

@@ -261,7 +261,7 @@ def check_out(
     check_out_dtype(out.dtype)
     if out_dtype is not None and out_dtype != out.dtype:
         raise TypeError(f"out is {out.dtype}, out_dtype says {out_dtype}; leave one of them out")
-    check_distinct("out", out)
+    check_distinct(out)
 
 
 def check_out_dtype(dtype: torch.dtype) -> None:

@@ -192,13 +192,13 @@ class UnplannedLaunches:
         constants: dict[str, Any],
     ) -> None:
         """Enqueue the kernel; the grid depends on the config, the device, numbers and constants alone."""
-        kind = (kernel, tensors[0].device, *compiled_for(tensors), *numbers, *constants.values())
+        kind = (kernel, tensors[0].device, *kinds_of(tensors), *numbers, *constants.values())
         known = self._of.get(kind)
         if known is None:
             known = remember(self._of, kind, TunedLaunch(kernel, grid, constants, numbers=numbers))
         known((), tensors, ())
 
 
-def compiled_for(tensors: tuple[torch.Tensor, ...]) -> list[Hashable]:
+def kinds_of(tensors: tuple[torch.Tensor, ...]) -> list[Hashable]:
     """Return types and alignments of tensors, for which Triton compiles a kernel anew."""
     return [each for tensor in tensors for each in (tensor.dtype, tensor.data_ptr() % 16 == 0)]

@@ -175,7 +175,7 @@ class AllGatherMoE(ExpertOperation):
             check_tensor("out", out, self._dtype, self.device)
             if out.shape[1] != weight.shape[1]:
                 raise ValueError(f"out has shape {list(out.shape)}; the result has {weight.shape[1]} columns")
-            check_distinct("out", out)
+            check_distinct(out)
             self._own.check_beside("out", out, "op.shard", "peers read")
 
     def _check_rows(self, operands: ExpertOperands, topk: int) -> None:

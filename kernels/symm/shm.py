@@ -123,9 +123,7 @@ class HostStream:
         """Nothing to do: the caller's earlier work on the CPU is done."""
 
     def join(self) -> None:
-        done = threading.Event()
-        self._tasks.put(done)
-        done.wait()
+        self.mark().wait()
         if self._error is not None:
             raise self._error
 

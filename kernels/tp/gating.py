@@ -17,7 +17,7 @@ from torch.nn.functional import silu
 
 from ..configs import INTERPRETED
 from ..launches.prepared import PlainLaunches
-from ..launches.settled import compiled_for
+from ..launches.settled import kinds_of
 from .operator import Operator
 
 BLOCK = 2048  # elements of a program
@@ -73,7 +73,7 @@ def _can_take(gate: Tensor, up: Tensor) -> bool:
 def _launch(launches: PlainLaunches, *tensors: Tensor) -> None:
     n = tensors[0].numel()
     if n:
-        kind = (tensors[0].device, n, *compiled_for(tensors))
+        kind = (tensors[0].device, n, *kinds_of(tensors))
         launches.launch(kind, (triton.cdiv(n, BLOCK), 1, 1), tensors, (n,), {"BLOCK": BLOCK})
 
 

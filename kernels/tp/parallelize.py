@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,21 +37,13 @@ class ColumnParallel:
         gather: bool = True,
         fp8: bool = False,
     ) -> None:
-        self.names, self.dim, self.save_gathered, self.gather = names, dim, save_gathered, gather
-        self.fp8 = fp8
+        self.names = names
+        options = {"dim": dim, "save_gathered": save_gathered, "gather": gather, "fp8": fp8}
+        self.options: dict[str, Any] = options
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> Mapping[str, ColumnParallelLinear]:
-        return {
-            name: ColumnParallelLinear(
-                _linear(module.get_submodule(name)),
-                mesh,
-                dim=self.dim,
-                save_gathered=self.save_gathered,
-                gather=self.gather,
-                fp8=self.fp8,
-            )
-            for name in self.names or ("",)
-        }
+        children = {name: _linear(module.get_submodule(name)) for name in self.names or ("",)}
+        return {name: ColumnParallelLinear(each, mesh, **self.options) for name, each in children.items()}
 
 
 @dataclass(frozen=True)
@@ -66,10 +58,7 @@ class RowParallel:
     fp8: bool = False
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> Mapping[str, nn.Module]:
-        layer = RowParallelLinear(
-            _linear(module), mesh, dim=self.dim, all_reduce=self.all_reduce, fp8=self.fp8
-        )
-        return {"": layer}
+        return {"": RowParallelLinear(_linear(module), mesh, **asdict(self))}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ in one. Opening, growing and closing are collective: ranks make the same calls i
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -17,11 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ..ag_gemm import AllGatherGemm
+from ..agreement.ballots import Ballots
 from ..agreement.errors import PeerTimeout
 from ..exchange.call import NumberedCalls
 from ..gemm_ar import GemmAllReduce
 from ..gemm_rs import GemmReduceScatter
-from .announcements import Announcements, word_of
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | str | None
 
@@ -30,6 +31,7 @@ _group_of: Callable[[str], dist.ProcessGroup] = _resolve_process_group  # type: 
 
 GROWTH = 1.5  # of a workspace that has become too small, at least: sequences that lengthen open few
 TIMEOUT_S = 300.0
+MOST_ROWS = 2**24 - 1  # that a ballot can tell apart
 
 
 class Key(NamedTuple):
@@ -76,6 +78,46 @@ def name_of(group: Group) -> str:
 def size_of(group_name: str) -> int:
     """Return how many ranks the group has."""
     return _group_of(group_name).size()
+
+
+class Announcements:
+    """Tells the peers' hosts, in shared memory, the rows of each call; opening is collective.
+
+    A rank whose workspace is large enough waits for nobody. One that must open a larger one, which is
+    collective, first compares the rows of all ranks: if they differ it would wait in a collective for a rank
+    that is in a kernel, and with NCCL meet that rank's next collective. Raises SymmetricMemoryError on all
+    ranks where one cannot map a peer's words.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+        self.group = group  # a new one may have the same name
+        self._rank, self._call = group.rank(), ""
+        self._ballots = Ballots("tensor parallelism", group, timeout_s)
+
+    def announce(self, call: str, word: int, rows: int) -> None:
+        """Say what this rank is about to call, and with how many rows; word: of the call, see `_call_of`."""
+        self._call = call
+        self._ballots.cast(word | min(rows, MOST_ROWS))
+
+    def require_equal(self) -> None:
+        """Wait for what the peers say of the same call; raise ValueError if one says something else."""
+        text = self._difference(self._ballots.read())
+        if text:
+            raise ValueError(text)
+
+    def explain(self) -> str:
+        """Return how the peers' last announcements differ from this rank's; "" if they do not, or not yet."""
+        return self._difference(self._ballots.read_said())
+
+    def _difference(self, said: dict[int, int]) -> str:
+        own = said[self._rank]
+        if all(each == own for each in said.values()):
+            return ""
+        if any(each >> 24 != own >> 24 for each in said.values()):
+            others = [rank for rank, each in said.items() if each >> 24 != own >> 24]
+            return f"rank {self._rank} calls {self._call}, ranks {others} something else at this point"
+        rows = ", ".join(f"rank {rank}: {each & MOST_ROWS}" for rank, each in sorted(said.items()))
+        return f"{self._call}: every rank must pass as many rows; {rows}"
 
 
 class Workspaces:
@@ -273,9 +315,9 @@ def announce_none(kind: type[NumberedCalls], tensor: torch.Tensor, columns: int,
 
 @functools.lru_cache
 def _call_of(key: Key) -> tuple[str, int]:
-    """Return how the peers are told of such calls, and how this rank explains them."""
+    """Return how this rank explains such calls, and the upper bits of their ballots; the lower are rows."""
     text = f"{key.kind.__name__} of {key.columns} features in {key.dtype}"
-    return text, word_of(text)
+    return text, zlib.crc32(text.encode()) % 2**7 << 24 | 2**31
 
 
 def _is_capturing(tensor: torch.Tensor) -> bool:

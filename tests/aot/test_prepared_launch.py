@@ -194,7 +194,7 @@ def exchanges_of_experts() -> dict[str, Callable[[], None]]:
     )
     launches._sms, ids = 132, torch.zeros(16, 2, dtype=torch.int64)
     x, weights, dots = torch.zeros(16, 256, dtype=DTYPE), torch.zeros(16, 2), torch.zeros(16, 2)
-    d = launches.new_dispatch(ids).with_rows(launches.new_rows(256))
+    d = launches.new_dispatch(ids, 256)
     weight, products, rows, ticks = torch.zeros(2, 64, 256, dtype=DTYPE), launches.new_rows(64), d.rows, 2**40
     return {
         "send": lambda: launches.send(x, d, None, ticks),

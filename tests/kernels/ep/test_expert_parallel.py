@@ -296,7 +296,7 @@ def test_a_failure_behind_the_arguments_breaks_the_operation_on_all_ranks_by_its
         def fails(*given):
             raise torch.OutOfMemoryError("no memory is left")
 
-        op._new_dispatch = fails
+        op._launches.new_dispatch = fails
     told = "no memory is left" if rank == 1 else "call 2 failed on rank 1: .*no memory is left"
     for _ in range(2):
         with pytest.raises(RuntimeError, match=told):
