@@ -29,6 +29,7 @@ T = TypeVar("T")
 CONNECT_S = 30.0  # the longest wait for a connection
 OPERATION_S = 5.0  # a store that does not answer for so long is lost
 EXIT_S = 2.0  # the process waits so long for its threads
+_ABSENT = "dist_autotune: absent"  # the value of no key
 FIRST_PAUSE_S, LAST_PAUSE_S = 50e-6, 10e-3  # between looks at a store that is polled
 
 
@@ -189,6 +190,12 @@ def _cloned(store: Any) -> Any:
     if _is_tcp(clone):
         clone.set_timeout(datetime.timedelta(days=1))
     return clone
+
+
+def peek(store: Any, key: str) -> bytes:
+    """Return a key's value; b"": it has none. `get` would wait for one that a peer deletes meanwhile."""
+    value = bytes(store.compare_set(key, _ABSENT, _ABSENT))  # which changes nothing
+    return b"" if value == _ABSENT.encode() else value
 
 
 def await_values(store: Any, keys: Sequence[str]) -> list[bytes]:

@@ -21,7 +21,7 @@ from msgspec import Struct, msgpack
 
 from ..errors import AgreementTimeout, NoValidConfig, PeerFailed, PeerHasNoConfig, PutAside, TuningError
 from ..formatting import described
-from .courier import OPERATION_S, Connections, Courier, StoreLost, await_values, has_ended, result_of
+from .courier import OPERATION_S, Connections, Courier, StoreLost, await_values, has_ended, peek, result_of
 
 T = TypeVar("T")
 
@@ -123,7 +123,7 @@ class Exchanges:
     def find_failure(self, number: int) -> TuningError | None:
         """Return how an exchange that this rank has not come to has failed; raises StoreLost."""
         key = str(number)
-        end = self._do(lambda store: bytes(store.get(key)) if store.check([key]) else b"")
+        end = self._do(lambda store: peek(store, key))
         return _read_failure(end[1:]).on(self._rank) if end[:1] == b"F" else None
 
     def heartbeat(self, number: int | None = None) -> None:
@@ -321,7 +321,7 @@ def _idle_key(rank: int) -> str:
 
 
 def _count(store: Any, key: str) -> int:
-    return int(store.get(key)) if store.check([key]) else 0
+    return int(peek(store, key) or 0)
 
 
 def _delete(store: Any, keys: list[str]) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from .. import settings
 from ..errors import AgreementTimeout, InvalidOption, PutAside, RankMismatch, TuningError
-from .courier import StoreLost, connections, prefix_of
+from .courier import StoreLost, connections, peek, prefix_of
 from .exchange import Decide, Exchanges, ExchangeWait
 from .questions import CallCount, questions
 from .turns import LocalTurn, Turns
@@ -166,7 +166,8 @@ class ProcessGroup(RankGroup):
         keys = {rank: f"{self._prefix}/asks/{rank}" for rank in ranks if rank != self.rank}
 
         def read(store: Any) -> dict[int, str]:
-            return {rank: bytes(store.get(key)).decode() for rank, key in keys.items() if store.check([key])}
+            found = {rank: peek(store, key).decode() for rank, key in keys.items()}
+            return {rank: name for rank, name in found.items() if name}
 
         try:
             return self._connections.scout.do(read)

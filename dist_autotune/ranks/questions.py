@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from msgspec import Struct, msgpack
 
-from .courier import Connections, Courier, StoreLost, await_values, connections, pauses
+from .courier import Connections, Courier, StoreLost, await_values, connections, pauses, peek
 
 if TYPE_CHECKING:
     from .watchdog import Watch, Watchdog
@@ -84,8 +84,8 @@ class Letter(Struct, frozen=True, omit_defaults=True):
 
     def calls_told(self, store: Any) -> dict[int, str]:
         """Return the number of calls of each rank that has told it."""
-        keys = {rank: self.key(f"/at/{rank}") for rank in self.ranks}
-        return {rank: bytes(store.get(key)).decode() for rank, key in keys.items() if store.check([key])}
+        told = {rank: peek(store, self.key(f"/at/{rank}")).decode() for rank in self.ranks}
+        return {rank: calls for rank, calls in told.items() if calls}
 
 
 _to_bytes, _read_letter = msgpack.Encoder().encode, msgpack.Decoder(Letter).decode
@@ -209,8 +209,9 @@ class Questions:
         def look(store: Any) -> str:
             """Return the outcome; after the deadline write it, unless a rank has been inside the call."""
             nonlocal deadline, late
-            if (now := time.monotonic()) < deadline or store.check([letter.key()]):
-                return bytes(store.get(letter.key())).decode() if store.check([letter.key()]) else ""
+            outcome = peek(store, letter.key()).decode()
+            if (now := time.monotonic()) < deadline or outcome:
+                return outcome
             before, late = late, store.add(letter.key("/late"), 0)
             deadline = now + INSIDE_S
             return "" if late != before and now < began + LATEST_S else letter.give_up(store)

@@ -1,5 +1,6 @@
 """A rank does not come to an exchange, or is slow or stuck: who waits for how long, and how all end."""
 
+import datetime
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ from rank_programs import SHORT_S, SOON_S, ending, exchange, wait_for
 
 from dist_autotune import AgreementTimeout
 from dist_autotune.ranks.courier import OPERATION_S
+from dist_autotune.ranks.exchange import _count as count
 from dist_autotune.ranks.group import GROUPS
 from ranks import assert_all_ok, describe, meet, run_ranks
 
@@ -62,6 +64,16 @@ def test_the_timeout_holds_for_a_stopped_rank_0_and_all_go_on_when_it_wakes(stor
 
 
 # ---- somebody is slow, or stuck
+
+
+def test_a_value_that_a_peer_deletes_when_it_has_been_found_is_not_waited_for():
+    class Vanishing(dist.HashStore):
+        def check(self, keys):
+            return super().check(keys) and all(map(self.delete_key, keys))
+
+    (store := Vanishing()).set_timeout(datetime.timedelta(seconds=SHORT_S))
+    store.set("7/beats", "2")
+    assert count(store, "7/beats") == 2
 
 
 def test_heartbeats_extend_the_deadline_at_most_tenfold(quick_heartbeats):
