@@ -110,12 +110,13 @@ class Options:
         self._check_objects()
         if self.preserve and self.mode == "online":
             raise InvalidOption(
-                "preserve= belongs to mode='replay': an online run happens only once. Leave one of them out."
+                "preserve= belongs to mode='replay': an online run happens only once, and nothing is put "
+                "back. Leave preserve= out."
             )
         if self.objective == "graph" and self.mode == "online":
             raise InvalidOption(
                 "objective='graph' belongs to mode='replay': a run is captured and replayed to judge it. Use "
-                "objective='thunk' online."
+                "objective='thunk' online, or decorate the function that is captured."
             )
         found = self._from_environment()
         not_given = {name: getattr(self, name) for name in found if name != "log_dir"}

@@ -92,7 +92,7 @@ class Registry:
             self.names.name_of(tuner, launches=admits),
             identity.kernel_identity(tuner),
             key,
-            identity.key_text(key),
+            identity.key_text(key, tuner.base_fn.__name__),
             dict(zip(configs, config_texts(list(configs.values())), strict=True)),
             launch.constants_text(),
             launch.key_names(),
@@ -108,7 +108,7 @@ class Registry:
     ) -> RankContext:
         """Return the context of a `tunable`; the caller has the lock."""
         kernel = self.names.name_of_choice(name, texts.set_digest, is_joint=is_joint)
-        source, text = KernelIdentity(name, digest=""), identity.key_text(key)
+        source, text = KernelIdentity(name, digest=""), identity.key_text(key, f"tunable({name!r})")
         about = ContextIdentity(kernel, source, key, text, texts.texts, is_choice=True, is_joint=is_joint)
         if (context := self._find_context(about)) is None:
             configs = {each: options[place] for each, place in texts.places.items()}

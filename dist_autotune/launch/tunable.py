@@ -95,7 +95,8 @@ class Choices:
         """Return the option that all of `among` settled last, of these options if they have, or the first."""
         if (place := self._known.find(name, options, key, among)) is None:
             places = option_texts(name, options).places
-            settled = self._settled.get((name, identity.key_text(key)), {}).items()
+            text = identity.key_text(key, f"tunable({name!r})")
+            settled = self._settled.get((name, text), {}).items()
             usable = [
                 (options_then == places.keys(), number, own)
                 for number, ((ranks, options_then), own) in enumerate(settled)

@@ -23,6 +23,7 @@ import numpy as np
 
 from ..codec import digest
 from ..errors import TuningError
+from ..formatting import one_line
 
 _UNKNOWN = object()
 # Their functions are no part of a kernel's source: their versions stand in every entry and session.
@@ -157,13 +158,16 @@ def function_digest(function: Callable[..., Any]) -> str:
     return digest(_source(function))
 
 
-def key_text(key: tuple[Any, ...]) -> str:
-    """Return the tuning key as canonical text, equal for keys that compare equal.
+def key_text(key: tuple[Any, ...], owner: str = "a kernel") -> str:
+    """Return the tuning key of `owner` as canonical text, equal for keys that compare equal.
 
     Equal numbers (`True`, `1`, `1.0`, `numpy.int64(1)`) have one text, as they are one key of a dict. Raises
     TuningError for a value whose repr holds an address: it would be a different key on every rank.
     """
-    return ", ".join(value_text(value) for value in key)
+    try:
+        return ", ".join(map(value_text, key))
+    except TuningError as error:
+        raise TuningError(f"{owner} cannot have this tuning key: {error}") from None
 
 
 def candidate_digest(all_kwargs: dict[str, Any]) -> str:
@@ -202,8 +206,8 @@ def value_text(value: Any, *, strict: bool = True) -> str:
     if not strict:
         return type(value).__qualname__
     raise TuningError(
-        f"a {type(value).__module__}.{type(value).__qualname__} cannot be part of a tuning key: it has "
-        f"no text that is the same on every rank ({text[:80]}). Use a number, string, dtype or enum."
+        f"a {type(value).__module__}.{type(value).__qualname__} has no text that is the same on every rank "
+        f"({one_line(text)[:80]}). Use a number, string, dtype or enum."
     )
 
 

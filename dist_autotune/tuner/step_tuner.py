@@ -38,15 +38,6 @@ class StepTuner(BaseTuner):
                 f"mode={options['mode']!r}: a step cannot be repeated, so StepTuner is always 'online'. "
                 "Leave mode= out, or decorate a function that can be repeated."
             )
-        if "preserve" in options:
-            raise InvalidOption(
-                "preserve=: StepTuner makes each step once, so there is nothing to put back. Leave it out."
-            )
-        if options.get("objective") == "graph":
-            raise InvalidOption(
-                "objective='graph': StepTuner makes each step once, and a graph is replayed. Use "
-                "objective='thunk', or decorate the function that is captured."
-            )
         try:
             checked = made_by("StepTuner", OF_REPEATED_RUNS, **options)
         except TypeError as error:

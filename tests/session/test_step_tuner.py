@@ -160,7 +160,7 @@ def test_a_step_closed_on_another_thread_is_an_error_and_leaves_nothing_locked(
     ("options", "text"),
     [
         ({"mode": "replay"}, "mode='replay': a step cannot be repeated"),
-        ({"preserve": [torch.ones(1)]}, "preserve=: StepTuner makes each step once"),
+        ({"preserve": [torch.ones(1)]}, "preserve= belongs to mode='replay'"),
         ({"preserved": []}, r"^StepTuner\(\) has no option preserved\. docs/options.md lists all"),
         ({"n_repeats": 3}, r"^StepTuner\(\) has no option n_repeats. Did you mean n_repeat\?"),
     ],

@@ -83,7 +83,7 @@ def test_a_value_without_a_text_of_its_own_is_an_error_not_a_silent_key_of_each_
     if callable(value):
         assert "0x" not in key_text((value,))
         return
-    with pytest.raises(TuningError, match="cannot be part of a tuning key"):
+    with pytest.raises(TuningError, match="cannot have this tuning key"):
         key_text((value,))
 
 
