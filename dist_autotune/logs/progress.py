@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +32,7 @@ class Progress:
     ) -> None:
         self._title, self._clock = title, clock
         self._bar: Any = None
+        self._pid = os.getpid()  # a forked child leaves the bar to its parent
         self._shown_s = clock()
         self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT_RUNS)  # runs made, and when
         self._done = 0.0  # of the bar, which never goes back
@@ -40,6 +43,7 @@ class Progress:
             self._bar = _bar()
             self._task = self._bar.add_task(f"tuning {title}"[:LONGEST_TITLE], total=1.0, detail="")
             self._bar.start()
+            weakref.finalize(self, _stop, self._bar, self._pid)  # and as the process ends
 
     def update(self, forecast: Forecast, step: Callable[[], StepTimes | None]) -> None:
         """Show the progress after a run. step: returns the times so far; called only to draw them."""
@@ -55,10 +59,15 @@ class Progress:
                 timed = f"{forecast.timed}/{forecast.candidates} timed"
                 parts = timed, best + gain, compiling or self._time_left(forecast)
                 detail = "  ".join(filter(None, parts))
+                self._bar.start()
                 self._bar.update(self._task, completed=self._done, detail=detail, refresh=True)
         elif self._is_shown and forecast.contexts and self._done * LINES >= self._lines < LINES:
             self._lines = int(self._done * LINES)
             self._write(self._line(forecast, step()))
+
+    def pause(self) -> None:
+        """Remove the bar, which hides the cursor, until a later update."""
+        _stop(self._bar, self._pid)
 
     def close(self, outcome: str) -> None:
         """Fill and remove the bar; after lines, write one that says how it ended."""
@@ -103,6 +112,12 @@ class Progress:
         with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or its reader is gone
             print(f"dist_autotune: tuning {self._title}: {text}", file=sys.stderr, flush=True)
             self._lines += 1
+
+
+def _stop(bar: Any, pid: int) -> None:
+    if bar is not None and os.getpid() == pid:
+        with contextlib.suppress(OSError, ValueError):  # the terminal is gone
+            bar.stop()
 
 
 def _bar() -> Any:

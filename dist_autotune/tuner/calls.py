@@ -330,6 +330,10 @@ class Calls:
             propagate_to_autograd()
             session.open_once()
             yield session
+        except BaseException:
+            if self._session is not None:
+                self._session.pause_progress()
+            raise
         finally:
             self._keep_if_over()
             group.mark_idle(between_calls=self._session is not None)

@@ -279,6 +279,10 @@ class Session(SessionExchanges):
         with self._under_way(launches, watch):
             self._run.replay(put_back)
 
+    def pause_progress(self) -> None:
+        """Leave the terminal to others: a call has raised."""
+        self._progress.pause()
+
     def close(self, error: BaseException | None = None, outcome: str = "") -> None:
         """End the session and record how. outcome: names an error whose class does not."""
         if self.is_over:

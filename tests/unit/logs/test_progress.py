@@ -1,12 +1,13 @@
 """Progress: on the first rank, a bar on a terminal and lines elsewhere, and in nobody's way."""
 
 import contextlib
+import gc
 import io
 import re
 import sys
 
 import pytest
-from kernels_for_tests import Bench
+from kernels_for_tests import Bench, Mine, launch, numbers
 from rich.cells import cell_len
 
 from dist_autotune.logs.progress import Progress
@@ -115,6 +116,25 @@ def test_on_a_terminal_it_draws_a_bar_that_fits_80_columns(terminal):
     assert "\u2578" not in lines[-1]  # the half dash: the bar is full
     assert "dist_autotune:" not in drawn
     assert max(map(cell_len, lines)) <= 80
+
+
+@pytest.mark.parametrize("raises", [True, False], ids=["a call raises", "its function goes"])
+def test_on_a_terminal_the_cursor_comes_back_where_a_session_is_left(bench, terminal, raises):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+
+    def step() -> None:
+        launch(kernel, numbers())
+        if raises:
+            raise Mine
+
+    with contextlib.redirect_stderr(terminal):
+        tuned = bench.tune(step, mode="online", progress=True)
+        with contextlib.suppress(Mine):
+            tuned()
+        if not raises:
+            del tuned
+            gc.collect()
+    assert (terminal.getvalue().count("\x1b[?25l"), terminal.getvalue().count("\x1b[?25h")) == (1, 1)
 
 
 def closed() -> io.StringIO:
