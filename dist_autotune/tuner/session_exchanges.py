@@ -87,7 +87,8 @@ class SessionExchanges(abc.ABC):
     @property
     def may_be_left(self) -> bool:
         """Return whether this rank may end the session before a call: no peer goes on with it meanwhile."""
-        return self.function.is_alone or self._stage is not SessionStage.BETWEEN_RUNS
+        is_under_way = self._stage is SessionStage.BETWEEN_RUNS or self._until_peers > 0
+        return self.function.is_alone or not is_under_way
 
     def _exchange(self, message: Message, what: str = "", *, of_run: bool = False) -> Order:
         """Send this rank's report, return the order; raise the error that an order names for all ranks.

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from kernels_for_tests import Bench, ScriptedClock, launch, numbers, records
 from operation_runs import on_ranks
-from rank_programs import blocks_of, settled_step, tune, tuned_step
+from rank_programs import Boom, blocks_of, ending, settled_step, tune, tuned_step
 
 from dist_autotune.logs.records import Note
 from dist_autotune.timing.samples import READ_WITHIN_RUNS
@@ -190,21 +190,24 @@ def test_a_rank_that_raises_in_a_run_without_an_exchange_goes_on_with_its_peers(
     assert blocks_of(step) == {"add64": 32}
 
 
+@pytest.mark.parametrize("has_raised", [False, True])
 @on_ranks(2)
-def test_a_retune_of_one_rank_amid_a_session_is_taken_up_by_all_behind_their_next_trial(rank):
+def test_a_retune_of_one_rank_amid_a_session_is_taken_up_by_all_behind_their_next_trial(rank, has_raised):
     bench, x, opened = Bench(), numbers(), []
     kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
 
     def thunk():
         launch(kernel, x)
         dist.all_reduce(torch.ones(1))  # a rank that asked its peers before its step would wait for them
+        if rank == 1 and has_raised and len(opened) == 29:
+            raise Boom
 
     step = tune(bench, thunk, mode="online", overhead=0.02, timeout_s=20)
     for number in range(60):
         if rank == 1 and number == 30:
             assert not step.settled
             step.retune()
-        step()
+        assert ending(step).startswith(("returned", "Boom", "PeerFailed: rank 1 failed"))
         opened.append(sum(event.event == "session_opened" for event in records(rank=rank)))
     assert (opened[29], opened[-1]) == (1, 2)
     assert bench.blocks()[opened.index(2)] == 16  # tuned anew, from the first config
