@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from rich.console import Console, Group, RenderableType
@@ -58,11 +58,6 @@ def table(
         laid_out.add_row(*(_cell(row[place]) for place in shown))
     parts: list[RenderableType] = [text(f"\n{title}", "bold")] if title else []
     return Group(*parts, laid_out, *([text(note, "dim")] if note else []))
-
-
-def grouped(parts: Iterable[Group]) -> Group:
-    """Return tables one below the other."""
-    return Group(*(each for part in parts for each in part.renderables))
 
 
 def as_lines(*parts: RenderableType) -> list[str]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from ..formatting import WALL_CLOCK
 from ..logs.records import (
     ContextAdmitted,
     ContextRecord,
@@ -85,11 +84,6 @@ class SessionHistory:
     @property
     def missing_ranks(self) -> list[int]:
         return sorted(set(self.opened.ranks) - set(self.ranks))
-
-    @property
-    def is_wall_clock(self) -> bool:
-        """Return whether times come from the host: the interpreter, or no GPU."""
-        return self.opened.clock == WALL_CLOCK
 
     @property
     def has_samples(self) -> bool:

@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 
 from ..formatting import (
     BITS_NOTE,
+    WALL_CLOCK,
     WALL_CLOCK_NOTE,
     bits_label,
     config_label,
@@ -110,7 +111,7 @@ def session_place(session: SessionHistory) -> str:
 
 def session_notes(session: SessionHistory) -> list[str]:
     """Return the reservations about the figures, then the remarks of the session."""
-    notes = [WALL_CLOCK_NOTE] if session.is_wall_clock else []
+    notes = [WALL_CLOCK_NOTE] if session.opened.clock == WALL_CLOCK else []
     if missing := session.missing_ranks:
         notes.append(f"No records of ranks {missing}: the figures leave them out.")
     return notes + session.remarks()

@@ -162,14 +162,17 @@ class TuningReport:
     @property
     def table(self) -> Group:
         """The contexts, for a terminal of any width."""
+        from rich.console import Group
+
         from .. import tables
 
         columns = ("context", ">ms", ">spread", "status", ">timed", ">banned", "bits", "winner")
         found = {"": self.contexts, "Of earlier sessions": self.earlier}
-        return tables.grouped(
+        parts = [
             tables.table(title, columns, [c._cells(self.world_size) for c in contexts], optional=("bits",))
             for title, contexts in found.items()
-        )
+        ]
+        return Group(*parts)
 
     @property
     def remarks(self) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,7 +87,12 @@ class Experts(nn.Module):
             given = {name: state_dict.pop(name) for name in names if name in state_dict}
             missed += [name for name in names if name not in given]
             own = dict(zip(names, _matrices(parameter.detach()), strict=True))
-            if wrong := _sizes_that_differ(own, given):
+            wrong = [
+                f"size mismatch for {name}: {list(each.shape)} is given, {list(own[name].shape)} is needed."
+                for name, each in given.items()
+                if each.shape != own[name].shape
+            ]
+            if wrong:
                 error_msgs += wrong
             elif given:
                 loaded = _joined([given.get(name, own[name]) for name in names], parameter)
@@ -127,7 +132,8 @@ def _one_parameter(
 def _matrices(parameter: Any) -> tuple[Tensor, ...]:
     """Return the matrices of all experts; every rank holds a part of each."""
     first = parameter.dim() - 2
-    placements = [_shifted(placement, first) for placement in _placements_of_matrix(parameter)]
+    of_matrix = _placements_of_matrix(parameter)
+    placements = [Shard(each.dim + first) if isinstance(each, Shard) else each for each in of_matrix]
     split: Tensor = parameter.redistribute(placements=placements)
     return split.flatten(0, first - 1).unbind()
 
@@ -144,10 +150,6 @@ def _placements_of_matrix(parameter: DTensor) -> list[Placement]:
     return placements
 
 
-def _shifted(placement: Placement, dims: int) -> Placement:
-    return Shard(placement.dim + dims) if isinstance(placement, Shard) else placement
-
-
 def _joined(matrices: Sequence[Tensor], parameter: Any) -> Tensor:
     """Return the matrices as the parameter holds them; each is whole on every rank, or distributed."""
     mesh, placements = parameter.device_mesh, _placements_of_matrix(parameter)
@@ -161,11 +163,3 @@ def _joined(matrices: Sequence[Tensor], parameter: Any) -> Tensor:
         parts.append(distribute_tensor(whole, mesh, placements, src_data_rank=None))
     joined: Any = torch.stack(parts).unflatten(0, parameter.shape[:-2])
     return joined.redistribute(mesh, parameter.placements)
-
-
-def _sizes_that_differ(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[str]:
-    return [
-        f"size mismatch for {name}: {list(matrix.shape)} is given, {list(own[name].shape)} is needed."
-        for name, matrix in given.items()
-        if matrix.shape != own[name].shape
-    ]

@@ -266,11 +266,12 @@ class _SequenceParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         held = self._parameters
-        self._parameters = {name: self._summed(parameter) for name, parameter in held.items()}
+        summed: Any = {
+            name: None if each is None else sum_gradient(local(each), self.group_name)
+            for name, each in held.items()
+        }
+        self._parameters = summed
         try:
             return super().forward(*args, **kwargs)
         finally:
             self._parameters = held
-
-    def _summed(self, parameter: Any) -> Any:
-        return None if parameter is None else sum_gradient(local(parameter), self.group_name)

@@ -64,7 +64,10 @@ class MoE(nn.Module):
         router: Any = self.get_submodule(self._router_name)
         route = self._route or self._take_most_probable
         weights, ids = route(router(tokens.to(router.weight.dtype)))
-        self._check_routed(len(tokens), weights, ids)
+        needed = [len(tokens), self.topk]
+        if not list(weights.shape) == list(ids.shape) == needed:
+            given = f"weights {list(weights.shape)} and ids {list(ids.shape)}"
+            raise ValueError(f"route returned {given}; both must be [tokens, topk] = {needed}")
         gate_up, down = (local(each) for each in (self.experts.gate_up, self.experts.down))
         hidden, routing = expert_operators.all_gather_moe(
             tokens, gate_up.flatten(1, 2), ids, weights, self.group_name
@@ -78,8 +81,3 @@ class MoE(nn.Module):
     def _take_most_probable(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         chances, ids = logits.float().softmax(-1).topk(self.topk)
         return (chances / chances.sum(-1, keepdim=True) if self.normalize else chances), ids
-
-    def _check_routed(self, tokens: int, weights: Tensor, ids: Tensor) -> None:
-        if weights.shape != ids.shape or ids.shape != (tokens, self.topk):
-            given = f"weights {list(weights.shape)} and ids {list(ids.shape)}"
-            raise ValueError(f"route returned {given}; both must be [tokens, topk] = {[tokens, self.topk]}")
