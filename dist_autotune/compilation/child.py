@@ -15,6 +15,7 @@ import pickle
 import signal
 import sys
 import time
+import weakref
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -53,6 +54,9 @@ class Child:
         except BaseException:
             self._close()
             raise
+        files = {self._report, self._stderr}
+        self._abandon = weakref.finalize(self, _abandon, self._pid, self._parent, files)
+        self._abandon.atexit = False  # then the end of the process ends it
 
     def poll(self) -> list[tuple[int, Ending]]:
         """Return the pieces of work that have ended since the last look, by their places, and how."""
@@ -73,6 +77,7 @@ class Child:
             code = end(self._pid)
             said = os.pread(self._stderr, STDERR_BYTES, 0).decode(errors="replace")
         finally:
+            self._abandon.detach()
             self._close()
         with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stderr.write(said)  # where it would have gone without a child
@@ -149,3 +154,11 @@ class Child:
             code = NO_WORKER
         finally:
             os._exit(code)
+
+
+def _abandon(pid: int, parent: int, files: set[int]) -> None:
+    """End the child of a session whose function has gone, and its workers."""
+    if os.getpid() == parent:
+        end(pid)
+    for file in files:
+        os.close(file)

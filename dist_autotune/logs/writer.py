@@ -11,6 +11,7 @@ import contextlib
 import errno
 import logging
 import os
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,6 +53,7 @@ class SessionLog(contextlib.AbstractContextManager["SessionLog"]):
         names = f"rank-{rank}.jsonl", f"rank-{rank}.log"
         self._paths = () if directory is None else tuple(directory.absolute() / name for name in names)
         self._files: dict[Path, int] = {}  # descriptors of those that are open
+        weakref.finalize(self, _close, self._files).atexit = False  # a function may go amid its session
         self._lines = LogLines()
         self._pid = os.getpid()
 
@@ -79,8 +81,7 @@ class SessionLog(contextlib.AbstractContextManager["SessionLog"]):
 
     def close(self) -> None:
         """Close the files; a later record opens them again."""
-        while self._files:
-            os.close(self._files.popitem()[1])
+        _close(self._files)
 
     def _append(self, path: Path, text: str) -> None:
         """Append lines in one write, whole, or raise OSError."""
@@ -109,6 +110,11 @@ class SessionLog(contextlib.AbstractContextManager["SessionLog"]):
             os.replace(path, path.with_name(f"{path.stem}.older{path.suffix}"))
         os.close(full)
         return self._open(path)
+
+
+def _close(files: dict[Path, int]) -> None:
+    while files:
+        os.close(files.popitem()[1])
 
 
 @dataclass

@@ -17,6 +17,7 @@ import os
 import stat
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -57,7 +58,7 @@ class CrashGuard:
             try:
                 with contextlib.suppress(OSError):
                     remove_abandoned(self._path.parents[1], but=self._path, days=OLD_DAYS)
-                    self._file = _lock(self._path)
+                    self._take(self._path)
                     if self._file is not None:
                         line = os.pread(self._file, 1 << 20, 0).partition(b"\n")[0]
                         self._crashes = parse(line, Opening, SCHEMA_VERSION).crashes
@@ -120,8 +121,20 @@ class CrashGuard:
         """Forget all crashes and delete the file: the function has settled, or nothing is left to launch."""
         self._crashes = {}
         if self._path is not None and self._file is not None and os.getpid() == self._pid:
-            _remove(self._path, self._file)
-            self._file = None
+            self._remove(self._path)
+
+    def _take(self, path: Path, flags: int = 0) -> None:
+        """Lock the file, if that is free, until `_remove`, or until this guard goes amid a session."""
+        self._file = _lock(path, flags)
+        if self._file is not None:
+            self._release = weakref.finalize(self, _release, path, self._file)
+            self._release.atexit = False
+
+    def _remove(self, path: Path) -> None:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        self._file = None
+        self._release()
 
     def _suspect(self, suspects: dict[str, str]) -> None:
         if suspects or self._suspects:
@@ -141,12 +154,12 @@ class CrashGuard:
         try:
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = _lock(self._path, os.O_CREAT)
+                self._take(self._path, os.O_CREAT)
             if self._file is not None and os.pwrite(self._file, data, 0) != len(data):
                 raise OSError("No space left on device")
         except OSError as error:  # half a line would accuse the wrong candidate
             if self._file is not None:
-                _remove(self._path, self._file)
+                self._remove(self._path)
             directory, self._path = self._path.parent, None
             self._cache.warn_unwritable(directory, error.strerror or str(error))
 
@@ -166,9 +179,7 @@ def _lock(path: Path, flags: int = 0) -> int | None:
     return None
 
 
-def _remove(path: Path, file: int) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
+def _release(path: Path, file: int) -> None:
     os.close(file)
     _OWNED.remove(path)
 
@@ -179,6 +190,9 @@ def remove_abandoned(cache: Path, *, but: Path | None = None, days: float = 0.0)
     for path in (cache / FOLDER).glob("*-rank-*.json"):
         with contextlib.suppress(OSError):
             if path != but and path.stat().st_mtime <= before and (file := _lock(path)) is not None:
-                _remove(path, file)
-                count += 1
+                try:
+                    path.unlink()
+                    count += 1
+                finally:
+                    _release(path, file)
     return count

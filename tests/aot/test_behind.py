@@ -1,6 +1,7 @@
 """Online, candidates are compiled in other processes while steps go on: on a pretended device, by Triton."""
 
 import contextlib
+import gc
 import os
 import signal
 import time
@@ -120,12 +121,17 @@ def end_by_mode(step: Any) -> None:
     del os.environ["DIST_AUTOTUNE_MODE"]
 
 
-@pytest.mark.parametrize("end", [end_by_limit, end_by_retune, end_by_mode])
+def end_with_the_function(step: Any) -> None:
+    del step
+    gc.collect()
+
+
+@pytest.mark.parametrize("end", [end_by_limit, end_by_retune, end_by_mode, end_with_the_function])
 def test_the_end_of_a_session_ends_its_compilers(device, compiler, end):
     compiler.behaves({64: "wait"})
-    step = stepping(kernel(GOOD, 64), max_runs=40 if end is end_by_limit else None)
-    begin(step, compiler)
-    end(step)
+    steps = [stepping(kernel(GOOD, 64), max_runs=40 if end is end_by_limit else None)]
+    begin(steps[0], compiler)
+    end(steps.pop())
     assert compiler.processes_left() == []
 
 
