@@ -79,7 +79,7 @@ class Operation(Shared):
     ) -> None:
         check_timeout(timeout_s)
         # The interpreter copies CUDA tensors to the CPU, where no peer's signal would be seen.
-        device = "cpu" if INTERPRETED else None
+        device = "cpu" if INTERPRETED else "cuda"
         self._memory = open_symmetric_memory(group, backend, device, timeout_s=timeout_s)
         self.rank, self.world_size = self._memory.rank, self._memory.world_size
         self.device = self._memory.device

@@ -282,7 +282,7 @@ def check_choices(variant: str, scheduler: str, programs: int | None) -> None:
 
 
 def _texts(dtypes: tuple[torch.dtype, ...]) -> str:
-    return " and ".join(str(dtype) for dtype in dtypes)
+    return ", ".join(map(str, dtypes))
 
 
 # ---- the body in plain Triton

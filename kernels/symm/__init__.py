@@ -92,7 +92,10 @@ def _device(backend: str, device: torch.device | str | None) -> torch.device:
         raise ValueError(f"symmetric memory is for cpu and cuda devices, not for {device}")
     if device.type == "cuda" and not torch.cuda.is_available():
         asked = f"backend {backend!r}" if backend != "auto" else f"device {device}"
-        raise SymmetricMemoryError(f"{asked} needs a GPU and torch sees none; use backend='shm'")
+        raise SymmetricMemoryError(
+            f"{asked} needs a GPU and torch sees none. On the CPU backend='shm' has memory, and kernels need "
+            "TRITON_INTERPRET=1 before Triton is imported"
+        )
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device

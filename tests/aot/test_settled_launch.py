@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 from launch_path import Launched, LaunchingDevice, count_asking, launched, launching
 from settled_cases import ALL, Caller, Launches
 
+from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.launches import settled as settled_launches
+from dist_autotune.kernels.symm import SymmetricMemoryError
 
 
 @dataclass(frozen=True)
@@ -87,3 +90,9 @@ def test_another_choice_of_the_tuner_is_followed_at_once(world, asked):
     assert len(asked) == 2  # and then the short way again
     assert [world.named(made)["BLOCK_N"] for made in taken] == [world.of.others.kwargs["BLOCK_N"]] * 2
     assert world.compared(taken[0]) == world.compared(taken[1])
+
+
+def test_an_operation_where_there_is_no_gpu_says_what_runs_it_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SymmetricMemoryError, match="kernels need TRITON_INTERPRET=1 before"):
+        AllGatherGemm(8, 16, torch.float16)
