@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..formatting import counted, format_ms, format_percent
 from .context import Context
@@ -76,19 +77,16 @@ class RunsMade:
         elif kind is StepKind.COMPILING:
             self.held += 1
 
-    def forecast(self, rules: Rules, searched: Sequence[Context], runs: int) -> Forecast:
+    def forecast(self, searched: SearchedContexts, runs: int) -> Forecast:
         """Return the progress of a session that searches these contexts."""
         return Forecast(
-            timed=sum(len(context.times.ms) + len(context.banned) for context in searched),  # none is both
-            candidates=sum(context.search.most_tried for context in searched),
+            **searched.counts._asdict(),
             contexts=len(searched),
-            settled=sum(context.settled for context in searched),
-            planned_trials=planned_runs(rules, searched) - 1,
+            planned_trials=searched.planned_runs - 1,
             runs=runs,
             trials=self.trials,
             waits=self.waits,
             held=self.held,
-            compiling=sum(context.compiling for context in searched),
         )
 
 
@@ -116,16 +114,121 @@ class StepTimes:
         return f"{of} {times} a step ({format_percent(-self.gain_percent)} %{left_out})"
 
 
-def planned_runs(rules: Rules, searched: Sequence[Context]) -> int:
-    """Return the runs that the session plans for these contexts, with the final one."""
-    together, in_turn, kernels = 0, 0, 0
-    for context in searched:
-        runs, first_run = rules.planned_runs(context.search.most_tried), context.began or 0
-        judges = rules.judges(is_choice=context.is_choice)
-        together = max(together, first_run + (runs if BY_LAUNCH in judges else 1))
-        if BY_RUN in judges:
-            in_turn += runs
-            kernels += not context.is_choice
+class Counts(NamedTuple):
+    """Of one context, or of all that a session searches; see `Forecast`."""
+
+    timed: int = 0
+    candidates: int = 0
+    settled: int = 0
+    compiling: int = 0
+
+    @classmethod
+    def of(cls, context: Context) -> Counts:
+        timed = len(context.times.ms) + len(context.banned)  # none is both
+        return cls(timed, context.search.most_tried, context.settled, context.compiling)
+
+
+class SearchedContexts:
+    """The contexts that a session searches, with sums over them: a change of one costs what one does."""
+
+    def __init__(self, rules: Rules, contexts: Iterable[Context] = ()) -> None:
+        self._rules = rules
+        self._contexts: dict[str, Context] = {}
+        self._counts: dict[str, Counts] = {}  # by context
+        self._ends: dict[str, int] = {}  # the last run that is planned for its launches
+        self._together = 0  # the last of these; -1: to be found anew
+        self._in_turn = -1  # further runs, of what runs judge; -1: likewise
+        self.counts = Counts()
+        for context in contexts:
+            self.update(context)
+
+    def __len__(self) -> int:
+        return len(self._contexts)
+
+    def update(self, context: Context) -> None:
+        """Count a context as it is now."""
+        name = context.name
+        before, now = self._counts.get(name, Counts()), Counts.of(context)
+        end, end_before = planned_end(self._rules, context), self._ends.get(name, 0)
+        if now == before and end == end_before and name in self._contexts:
+            return
+        self._count(before, now)
+        if end >= self._together >= 0:
+            self._together = end
+        elif end_before == self._together:
+            self._together = -1
+        if self._rules.bits != "any" or BY_RUN in self._rules.judges(is_choice=context.is_choice):
+            self._in_turn = -1
+        self._contexts[name], self._counts[name], self._ends[name] = context, now, end
+
+    def discard(self, name: str) -> None:
+        """Count a context no more."""
+        if self._contexts.pop(name, None) is not None:
+            self._count(self._counts.pop(name), Counts())
+            del self._ends[name]
+            self._together = self._in_turn = -1
+
+    def _count(self, before: Counts, now: Counts) -> None:
+        sums = zip(self.counts, before, now, strict=True)
+        self.counts = Counts(*(total - old + new for total, old, new in sums))
+
+    @property
+    def planned_runs(self) -> int:
+        """Return the runs that the session plans for these contexts, with the final one."""
+        if self._together < 0:
+            self._together = max(self._ends.values(), default=0)
+        if self._in_turn < 0:
+            self._in_turn = planned_in_turn(self._rules, self._contexts.values())
+        return self._together + self._in_turn + 1
+
+
+class SessionSums:
+    """Sums over the contexts of a session, each counted anew where it may have changed."""
+
+    def __init__(self, rules: Rules, contexts: Iterable[Context]) -> None:
+        self._searched = SearchedContexts(rules)
+        self._saved_ms: dict[str, float] = {}  # by context
+        self._uncounted: dict[str, Context] = {}
+        self._unsaved: dict[str, Context] = {}
+        self.note(contexts)
+
+    def note(self, contexts: Iterable[Context]) -> None:
+        """Note contexts that may have changed."""
+        changed = {context.name: context for context in contexts}
+        self._uncounted |= changed
+        self._unsaved |= changed
+
+    @property
+    def searched(self) -> SearchedContexts:
+        """Return the contexts that the session searches."""
+        for context in self._uncounted.values():
+            if context.began is None:
+                self._searched.discard(context.name)
+            else:
+                self._searched.update(context)
+        self._uncounted.clear()
+        return self._searched
+
+    @property
+    def saved_s(self) -> float:
+        """Return the seconds of the device that the configs found so far save in a run."""
+        self._saved_ms |= {name: context.saved_ms for name, context in self._unsaved.items()}
+        self._unsaved.clear()
+        return sum(self._saved_ms.values()) / 1e3
+
+
+def planned_end(rules: Rules, context: Context) -> int:
+    """Return the last run that is planned for launches of a context."""
+    judges = rules.judges(is_choice=context.is_choice)
+    runs = rules.planned_runs(context.search.most_tried) if BY_LAUNCH in judges else 1
+    return (context.began or 0) + runs
+
+
+def planned_in_turn(rules: Rules, searched: Collection[Context]) -> int:
+    """Return the runs that are planned for what whole runs judge in these contexts."""
+    by_run = [c for c in searched if BY_RUN in rules.judges(is_choice=c.is_choice)]
+    in_turn = sum(rules.planned_runs(c.search.most_tried) for c in by_run)
+    kernels = sum(not context.is_choice for context in by_run)
     if rules.races and in_turn:
         in_turn = sum(rules.planned_runs(c.search.most_tried) for c in searched if c.is_tuned_separately)
         choices = {c.name: len(c.digests) for c in searched if c.is_choice and not c.is_tuned_separately}
@@ -136,13 +239,16 @@ def planned_runs(rules: Rules, searched: Sequence[Context]) -> int:
         in_turn += DUEL_RUNS if plans <= 2 else MOST_RUNS
     if rules.bits != "any":
         in_turn += verify_bits.runs_at_most(len(context.digests) for context in searched)
-    return together + in_turn + 1
+    return in_turn
 
 
-def is_spent(rules: Rules, searched: Sequence[Context], runs: int, elapsed_s: float) -> bool:
-    """Return whether the run after the `runs` made so far must be the last."""
+def is_spent(rules: Rules, searching: Callable[[], SearchedContexts], runs: int, elapsed_s: float) -> bool:
+    """Return whether the run after the `runs` made so far must be the last.
+
+    searching: returns the contexts that the session searches.
+    """
     allowed = rules.max_runs
-    if allowed is None and searched and rules.mode == "replay":
-        allowed = RUNS_ALLOWED * planned_runs(rules, searched)
+    if allowed is None and rules.mode == "replay" and (searched := searching()):
+        allowed = RUNS_ALLOWED * searched.planned_runs
     out_of_runs = allowed is not None and runs + 1 >= allowed
     return out_of_runs or (rules.budget_s is not None and elapsed_s >= rules.budget_s)

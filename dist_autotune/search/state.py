@@ -1,6 +1,6 @@
 """Compute the next plan from the reports of a run.
 
-Phases: all kernels race, judged by their launches (`RaceLaunches`); then contexts judged by the run, as plans
+Phases: all kernels race, judged by their launches; then contexts judged by the run, as plans
 (`RaceRuns`) or in turns (`TakeTurns`); then `FinalComparison` with `objective="thunk"`, and `VerifyBits`.
 """
 
@@ -12,7 +12,7 @@ from collections import ChainMap
 from collections.abc import Container, Iterator, Mapping
 
 from . import budget
-from .budget import Forecast, RunsMade
+from .budget import Forecast, RunsMade, SearchedContexts, SessionSums
 from .context import Context, NextRun, RunVerdict
 from .expectation.order import Meanwhile
 from .kernel_families import KernelFamilies
@@ -20,7 +20,7 @@ from .messages import Announcement, Ban
 from .phases.final_comparison import FinalComparison
 from .phases.final_results import FinalResults
 from .phases.pace import Pace, StepKind
-from .phases.phase import Phase, RaceLaunches, RunPhase, TakeTurns
+from .phases.phase import Phase, RunPhase, TakeTurns
 from .phases.race_runs import RaceRuns, search_by_runs
 from .phases.step_gain import StepComparison
 from .phases.verify_bits import VerifyBits
@@ -46,11 +46,12 @@ class SearchState:
         self.runs = self.apart = 0  # so far; of them those without a trial before the next exchange
         self.done, self.closing = False, not rules.tunes
         self.verify_bits = VerifyBits(self.contexts, rules.bits) if rules.verifies else None
-        self._race_launches = RaceLaunches(self.contexts)
+        self._race_launches = Phase(self.contexts)
+        self._sums = SessionSums(rules, ())
         self._searches = 0  # by whole runs
         self._left_race: RaceRuns | None = None  # the last session was cut short in it
         self._comparison = FinalComparison(self.contexts, rules)
-        self.results = FinalResults(self.contexts, rules, self._comparison, self.verify_bits)
+        self.results = FinalResults(lambda: self.unsettled, rules, self._comparison, self.verify_bits)
         self.made = RunsMade()
         self.pace = Pace(rules.overhead if rules.mode == "online" else None, rules.free_s)
         self.steps = StepComparison(self.contexts, rules)
@@ -111,17 +112,13 @@ class SearchState:
 
     @property
     def _is_compiling(self) -> bool:  # on some rank, if that may now
-        return not self.pace.pauses and any(context.compiling for context in self.contexts.values())
-
-    @property
-    def _searched(self) -> list[Context]:  # by this session; any thread may ask
-        return [context for context in tuple(self.contexts.values()) if context.began is not None]
+        return not self.pace.pauses and any(context.compiling for context in self.changed)
 
     @property
     def forecast(self) -> Forecast:
-        """Return how far the session has come. Any thread may ask."""
-        searched = self._searched or self._comparison.undecided  # the last runs compare the searched contexts
-        return self.made.forecast(self.rules, searched, self.runs)
+        """Return how far the session has come; its last runs compare the contexts that it has searched."""
+        searched = self._sums.searched or SearchedContexts(self.rules, self._comparison.undecided)
+        return self.made.forecast(searched, self.runs)
 
     def _meanwhile(self, name: str) -> Meanwhile:
         """Return the state of the session that steers a context's order of trials."""
@@ -134,7 +131,7 @@ class SearchState:
     def open(self) -> None:
         """Begin a session: take up the unfinished searches of earlier ones."""
         before, self.made = self.runs, RunsMade(self.made.session + 1)
-        self.changed = [*self.contexts.values()]
+        self._change_all()
         self.runs = self.apart = 0
         self.pace.open()
         self.steps.open()
@@ -161,7 +158,8 @@ class SearchState:
         """Resume recently launched contexts; if there are none, resume all."""
         left = [context for context in self.contexts.values() if context.provisional]
         launched = [context for context in left if -context.last_run < STARVED_RUNS["replay"]]
-        for context in launched if launched or self._searched else left:
+        is_searching = any(context.began is not None for context in self.contexts.values())
+        for context in launched if launched or is_searching else left:
             self._begin(context, 0)
         for context in left:
             if context.provisional:
@@ -180,6 +178,7 @@ class SearchState:
         for name, context in list(self.contexts.items()):
             if context.is_lasting and self.results.is_final(context):
                 self.kept[name] = self.contexts.pop(name)
+        self._change_all()
 
     def drop(self, keeps: Container[str]) -> None:
         """Drop searches under way, and contexts that do not work or that others do not keep."""
@@ -194,9 +193,13 @@ class SearchState:
         self.changed = [*self.contexts.values()]
         self._apply_plan()
 
+    def _change_all(self) -> None:
+        self.changed = [*self.contexts.values()]
+        self._sums = SessionSums(self.rules, self.changed)
+
     def _close_if_spent(self, elapsed_s: float) -> None:
         """Settle searches under way as partial when the next run must be the last."""
-        self.closing |= budget.is_spent(self.rules, self._searched, self.runs, elapsed_s)
+        self.closing |= budget.is_spent(self.rules, lambda: self._sums.searched, self.runs, elapsed_s)
         if not self.closing:
             return
         if self.race_runs is not None:
@@ -222,10 +225,11 @@ class SearchState:
         self.changed = [c for name, c in self.contexts.items() if changes_all or name in names]
         for context in self.changed:
             context.compiling = report.parts[context.name].compiling if context.name in report.parts else 0
+        self._sums.note(self.changed)
         had_trial |= self.has_trial  # a search that begins with this run, and may end with it
         patience = STARVED_RUNS[self.rules.mode]
         if any(outcome.kind == "sample" for outcome in outcomes.values()):
-            self.pace.saved_s = sum(context.saved_ms for context in self.contexts.values()) / 1e3
+            self.pace.saved_s = self._sums.saved_s
         self.made.is_sample = False
         if run_phase is not None:
             run_phase.record(report, patience=patience)
@@ -266,6 +270,7 @@ class SearchState:
 
     def _apply_plan(self) -> None:
         """Let each context launch the candidate that the phase under way plans, else its incumbent."""
+        self._sums.note(self.changed)
         phase, holds, is_felt = self.phase, self.pace.holds, self.pace.is_felt
         for context in self.changed:  # the phase asks
             context.next_run = NextRun(is_held=holds, is_spared=is_felt)
@@ -277,7 +282,7 @@ class SearchState:
 
     def _let_runs_apart(self) -> None:
         """Count the runs without a trial that come before the next exchange: none while news is awaited."""
-        awaits = self.tries or any(context.waiting for context in self.contexts.values())
+        awaits = self.tries or any(context.waiting for context in self.changed)
         awaits |= self.run_phase is not None and self.run_phase.waiting
         may_wait = self.pace.holds or self.made.pays_back or self._is_compiling
         wanted = self.pace.steps_apart if may_wait and not awaits else 0
@@ -388,7 +393,8 @@ class SearchState:
             return  # new searches wait: a whole run is timed for one thing
         if self.race_runs is not None and self.race_runs.is_over:
             self.race_runs = None
-        while not (self.race_runs or self.closing) and self._race_launches.is_over and any(self.unsettled):
+        races_launches = any(context.is_tuned_by_launches for context in self.unsettled)
+        while not (self.race_runs or self.closing or races_launches) and any(self.unsettled):
             self._searches += 1
             search = search_by_runs(self.contexts, self.rules, launched, self._searches)
             self.race_runs = None if search.is_over else search

@@ -12,7 +12,7 @@ from virtual_ranks import Gone, VirtualAgreement
 from virtual_tuners import FUNCTIONS, Boom, Ending, VirtualRank
 
 from dist_autotune.errors import AgreementTimeout, NoValidConfig, PeerFailed, RankMismatch, TuningError
-from dist_autotune.search.budget import RUNS_ALLOWED, planned_runs
+from dist_autotune.search.budget import RUNS_ALLOWED, SearchedContexts
 from dist_autotune.search.messages import InPlaceReport, Opening, RunReport, decode
 from dist_autotune.search.orders import ContextOrder
 from dist_autotune.search.reports import values_of
@@ -95,9 +95,8 @@ class Witness:
         if options["max_runs"] is not None:
             assert made <= options["max_runs"], f"{made} runs, {options['max_runs']} allowed"
         elif options["mode"] == "replay":
-            bound = RUNS_ALLOWED * (
-                ADMISSION_RUNS + planned_runs(tuning.rules, list(tuning.contexts.values()))
-            )
+            searched = SearchedContexts(tuning.rules, tuning.contexts.values())
+            bound = RUNS_ALLOWED * (ADMISSION_RUNS + searched.planned_runs)
             assert made <= bound, f"{made} runs of a session that plans at most {bound}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from ..context import Context, RunVerdict
 from ..rules import BY_RUN, Rules
@@ -11,16 +11,19 @@ from .verify_bits import VerifyBits
 
 
 class FinalResults:
-    """Follows from the contexts and from the phases that may still change their winners."""
+    """Follows from the contexts and from the phases that may still change their winners.
+
+    unsettled: returns the contexts under search.
+    """
 
     def __init__(
         self,
-        contexts: Mapping[str, Context],
+        unsettled: Callable[[], Iterable[Context]],
         rules: Rules,
         comparison: FinalComparison,
         verify_bits: VerifyBits | None,
     ) -> None:
-        self._contexts, self._rules = contexts, rules
+        self._unsettled, self._rules = unsettled, rules
         self._comparison, self._verify_bits = comparison, verify_bits
         self._reported: dict[str, str] = {}  # results that `newly_final` has returned
 
@@ -36,8 +39,7 @@ class FinalResults:
         if self._verify_bits is not None and not self._verify_bits.is_final(context):
             return False
         is_open = self._rules.races and context.began is not None and context.by_run is not RunVerdict.DECIDED
-        others = self._contexts.values() if is_open else ()
-        return not any(other.judge == BY_RUN and not other.settled for other in others)
+        return not (is_open and any(other.judge == BY_RUN for other in self._unsettled()))
 
     def stays(self, context: Context) -> bool:
         """Return whether a context outlives a session that is dropped."""

@@ -1,6 +1,6 @@
 """The phases of a search: the one under way plans the next run, and reads the last.
 
-RaceLaunches -> RaceRuns, or TakeTurns -> FinalComparison -> VerifyBits
+Phase: launches judge kernels -> RaceRuns, or TakeTurns -> FinalComparison -> VerifyBits
 """
 
 from __future__ import annotations
@@ -21,28 +21,19 @@ NEW_KEYS_RUNS = 16  # of an option in which it may bring kernels; new keys in ev
 
 
 class Phase:
-    """`plan()` of the next run, `record(report)` of the last one."""
+    """The phase in which all kernels race, each judged by its launches; later ones plan whole runs."""
 
     def __init__(self, contexts: Mapping[str, Context]) -> None:
         self._contexts = contexts
 
     def plan(self) -> Mapping[str, int]:
-        """Return the next run's candidates that are no incumbents: here the contexts' own trials."""
-        races = ((c.name, c.trial) for c in self._contexts.values() if c.is_racing)
-        return {name: index for name, index in races if index is not None}
+        """Return the next run's candidates that are neither incumbents nor trials of the contexts' own."""
+        return {}
 
     @property
     def follows_fit(self) -> bool:
         """Return whether choosing the next run took the host long, so that ranks come late to it."""
         return False
-
-
-class RaceLaunches(Phase):
-    """All kernels race, each judged by its launches."""
-
-    @property
-    def is_over(self) -> bool:
-        return not any(context.is_tuned_by_launches for context in self._contexts.values())
 
 
 class RunPhase(Phase, abc.ABC):
@@ -106,8 +97,7 @@ class RunPhase(Phase, abc.ABC):
     def plan(self) -> Mapping[str, int]:
         """Return its plan, none while a time is due; kernels that launches still judge go on with that."""
         plan = self._asked.plan if self.is_on_trial and not self.is_over else {}
-        kept = {name: i for name, i in plan.items() if not self._contexts[name].is_tuned_by_launches}
-        return {**kept, **super().plan()}
+        return {name: i for name, i in plan.items() if not self._contexts[name].is_tuned_by_launches}
 
     def record(self, report: AgreedRun, *, patience: int) -> None:
         """Record one run of all ranks; of runs without a launch of the plan, only each `patience`-th."""

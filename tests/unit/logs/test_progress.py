@@ -59,17 +59,14 @@ def shown(wanted: bool | None, *, is_first: bool, stderr: io.StringIO) -> str:
 
 
 def test_without_a_terminal_it_writes_a_line_at_the_opening_at_each_quarter_and_at_the_end():
+    timed, gain = "30 of 60 candidates timed", "so far: launches 5.200 -> 3.900 ms a step (-25.0 %)"
     assert shown(None, is_first=True, stderr=io.StringIO()).splitlines() == [
         f"dist_autotune: tuning train_step: {line}"
         for line in (
-            "1 of 28 contexts settled, run 1, 30 of 60 candidates timed, about 23 runs to go, "
-            "so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
-            "6 of 28 contexts settled, run 6, 30 of 60 candidates timed, about 18 runs to go, 0:18 left, "
-            "so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
-            "12 of 28 contexts settled, run 12, 30 of 60 candidates timed, about 12 runs to go, 0:12 left, "
-            "so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
-            "18 of 28 contexts settled, run 18, 30 of 60 candidates timed, about 6 runs to go, 0:06 left, "
-            "so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
+            f"1 of 28 contexts settled, run 1, {timed}, about 23 runs to go, {gain}",
+            f"6 of 28 contexts settled, run 6, {timed}, about 18 runs to go, 0:18 left, {gain}",
+            f"12 of 28 contexts settled, run 12, {timed}, about 12 runs to go, 0:12 left, {gain}",
+            f"18 of 28 contexts settled, run 18, {timed}, about 6 runs to go, 0:06 left, {gain}",
             "settled after 20 runs, 20 s",
         )
     ]

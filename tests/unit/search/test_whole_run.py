@@ -7,7 +7,7 @@ from rank_programs import tune
 
 from benchmarks.simulation.protocol_simulation import Simulation, columns
 from dist_autotune import tunable
-from dist_autotune.search.budget import planned_runs
+from dist_autotune.search.budget import SearchedContexts
 from dist_autotune.search.messages import HostTimes, Part
 from ranks import assert_all_ok, run_ranks
 
@@ -58,7 +58,7 @@ def test_each_of_more_options_than_plans_race_is_tried(options, kernel):
     )
     runs = len(simulation.session(2000))
     assert simulation.winners()["way"] == last
-    assert runs <= planned_runs(simulation.tuning.rules, [*simulation.tuning.contexts.values()])
+    assert runs <= SearchedContexts(simulation.tuning.rules, simulation.tuning.contexts.values()).planned_runs
 
 
 @pytest.mark.parametrize(("options", "tried"), [(3, True), (17, False)])
