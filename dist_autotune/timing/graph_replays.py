@@ -27,6 +27,11 @@ class GraphReplays:
         self._stream: Any = None
         self._replay: Callable[[], Any] | None = None
 
+    @property
+    def has_graph(self) -> bool:
+        """Whether a replay launches a graph: it calls no code of the user's."""
+        return self._graph is not None
+
     def capture(self, function: Callable[[], Any]) -> None:
         """Capture a call of the function; raises its errors, and torch's where it cannot be captured."""
         if not torch.cuda.is_available() or interception.is_interpreted():
@@ -56,7 +61,7 @@ class GraphReplays:
         assert replay is not None
         for is_timed in (False, *[True] * REPLAYS):
             put_back()
-            if self._graph is not None:
+            if self.has_graph:
                 torch.cuda._sleep(int(FILLER_MS * CYCLES_PER_MS))
             mark = samples.start() if is_timed else None
             replay()

@@ -142,7 +142,7 @@ class RankRun:
 
     def replay(self, put_back: Callable[[], None]) -> None:
         """Replay the captured graph; its times are the run's sample. put_back: see `GraphReplays.replay`."""
-        with as_launch_failed():
+        with as_launch_failed(if_reported=not self._replays.has_graph):
             self._replays.replay(self._whole, put_back)
 
     def report(self, elapsed_s: float) -> RunReport:
