@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from triton.runtime._async_compile import AsyncCompileMode
 
-from ..formatting import counted
+from ..errors import TuningError
+from ..formatting import counted, one_line
 from ..triton_api import interception
 from ..triton_api.launch import Launch, keep, withdraw
 from .config_failures import config_failure
@@ -45,7 +46,17 @@ class Planned:
 
 def current_device() -> int:
     """Return the index of the device that Triton launches on; -1 in the interpreter."""
-    return -1 if interception.is_interpreted() else torch.cuda.current_device()
+    if interception.is_interpreted():
+        return -1
+    try:
+        return torch.cuda.current_device()
+    except (AssertionError, RuntimeError) as error:
+        if torch.cuda.is_available():
+            raise
+        raise TuningError(
+            f"there is no GPU to launch on ({one_line(str(error))}). To run kernels on the CPU, in Triton's "
+            "interpreter, set TRITON_INTERPRET=1 before Python starts."
+        ) from None
 
 
 def on_device(device: int) -> AbstractContextManager[Any]:

@@ -142,6 +142,7 @@ class LogLines:
     def __init__(self) -> None:
         self._contexts: dict[str, _Context] = {}
         self._unit = "ms"
+        self._function = ""
 
     def line(self, record: Record) -> str:
         """Return the line for `record`, without its end; never more than one line."""
@@ -152,8 +153,11 @@ class LogLines:
         """Return the context, session or run of a record."""
         if isinstance(record, records.ContextRecord | records.Preflighted):
             return context_label(record.kernel, record.key)
-        if isinstance(record, records.SessionOpened | records.SessionClosed):
+        if isinstance(record, records.SessionOpened):
+            self._function = record.thunk
             return f"session {record.session}"
+        if isinstance(record, records.SessionClosed):
+            return f"session {record.session} of {self._function}"
         run: int | None = getattr(record, "run", None)
         return record.event if run is None else "opening" if run < 0 else f"run {run}"
 

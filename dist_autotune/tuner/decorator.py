@@ -68,6 +68,9 @@ class ContextualAutotuner(BaseTuner, Generic[P, R]):
             thunk = functools.partial(thunk, *args, **kwargs)
         return calls.call(mode, thunk)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._name}>"
+
     def __reduce__(self) -> str | tuple[Any, ...]:
         """As functions by name; a bound method, a partial one or an object with it."""
         if isinstance(self.fn, types.MethodType) or not hasattr(self.fn, "__qualname__"):

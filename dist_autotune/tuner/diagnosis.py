@@ -169,8 +169,5 @@ def warning_at_end(
         _warn_once(f"clock of {function.name}", text)
         return text
     if not has_failed and not run.launched:
-        return (
-            f"{function.name} launches no triton.autotune kernel with two or more configs: decorate the "
-            "function that does"
-        )
+        return "no kernel with several configs was launched: decorate the function that launches one"
     return f"no longer launched, settled with the samples so far: {', '.join(starved)}" if starved else ""

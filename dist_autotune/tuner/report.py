@@ -72,12 +72,14 @@ class TunedContext:
         """Why there is no gain; empty: there is one."""
         if self.gain_percent is not None:
             return ""
+        if self.status == "unfinished":
+            return "its search was given up"
         if self.config is None:
             return "no config is known to work"
         if self.status == "cached":
             return "from the cache, timed by an earlier session"
         if self.ms is None:
-            return "no config has a time yet" if not self.timings else "the winner has no time on some rank"
+            return "no config has a time yet" if not self.timings else "the winner has no agreed time"
         if self.again:
             return "the first config was not among the best before an upgrade"
         return "the first config was not timed"

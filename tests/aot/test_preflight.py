@@ -23,6 +23,7 @@ from candidates import (
 )
 
 from dist_autotune.compilation.preflight import plan
+from dist_autotune.errors import TuningError
 from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, run_ranks
 
@@ -108,3 +109,10 @@ def test_two_ranks_lose_a_compiler_each_to_a_candidate_at_most_and_both_ban_it(d
     assert "SIGABRT" in zero[ABORTS]
     assert launched == launched_by_one == [GOOD, 64]
     assert compiler.compilations().count(ABORTS) <= 2
+
+
+def test_without_a_gpu_a_launch_says_how_to_interpret_it(monkeypatch):
+    function = tuned_kernel(kernel(GOOD, 64))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(TuningError, match="set TRITON_INTERPRET=1 before Python starts"):
+        function()

@@ -33,7 +33,7 @@ def test_a_function_traced_with_fake_tensors_ends_at_once_and_says_so(bench, add
     assert bench.blocks() == []
     assert (tuned.report.runs, tuned.report.contexts) == (1, ())
     (warning,) = {record.warning for record in records(SessionClosed)}
-    assert "launches no triton.autotune kernel" in warning
+    assert "no kernel with several configs was launched" in warning
     assert torch.equal(tuned(numbers()), numbers() + 1)  # and is tuned when it is called in earnest
 
 
@@ -43,7 +43,7 @@ def test_a_compiled_function_without_visible_launches_ends_at_once(bench, mode):
     tuned = bench.tune(compiled, mode=mode)
     assert torch.equal(tuned(numbers()), numbers() + 1)
     assert (tuned.report.runs, tuned.report.contexts) == (1, ())
-    assert "launches no triton.autotune kernel" in records(SessionClosed)[0].warning
+    assert "no kernel with several configs was launched" in records(SessionClosed)[0].warning
 
 
 def test_launches_of_an_operator_in_a_compiled_function_are_tuned(bench, add_one):
