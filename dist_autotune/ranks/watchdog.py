@@ -119,17 +119,24 @@ class Watchdog:
         while not self._is_closed:
             time.sleep(exchange.HEARTBEAT_S)
             before, latest = latest, time.monotonic()
-            with self._beating:
-                since_before = latest - exchange.HEARTBEAT_S / 2
-                idle = [tell for tell, since in [*self._idle.items()] if since <= since_before]
-                for tell in () if self._is_closed else (*self._compiling, *idle):
-                    tell()
-            for run in list(self._runs):
-                if run.lasted_s < 0:
-                    run.lasted_s = 0.0
-                elif not self._is_closed:
-                    run.lasted_s += (latest - before) / (PATIENCE if self._compiling else 1)
-                    self._look_at(run)
+            self._beat(latest)
+            self._look_at_runs(latest - before)
+
+    # Functions of their own, so that the thread holds no run or group that has ended while it sleeps.
+    def _beat(self, now: float) -> None:
+        with self._beating:
+            since_before = now - exchange.HEARTBEAT_S / 2
+            idle = [tell for tell, since in [*self._idle.items()] if since <= since_before]
+            for tell in () if self._is_closed else (*self._compiling, *idle):
+                tell()
+
+    def _look_at_runs(self, passed_s: float) -> None:
+        for run in list(self._runs):
+            if run.lasted_s < 0:
+                run.lasted_s = 0.0
+            elif not self._is_closed:
+                run.lasted_s += passed_s / (PATIENCE if self._compiling else 1)
+                self._look_at(run)
 
     def _look_at(self, run: _Run) -> None:
         """Report once that a run's peers have gone on, or that it lasts too long; later, if asked, end it."""

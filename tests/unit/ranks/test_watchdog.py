@@ -1,6 +1,8 @@
 """Heartbeats and watched runs of several threads at once."""
 
 import functools
+import gc
+import weakref
 from unittest import mock
 
 import pytest
@@ -28,15 +30,18 @@ def test_a_rank_beats_until_the_last_of_its_threads_has_compiled():
     watchdog.close()
 
 
-def test_a_run_is_watched_while_another_one_ends():
-    failures, told, watchdog = {}, [], Watchdog(0)
-    watch, find = Watch("a call", 60.0, "raise", told.append), functools.partial(failures.get, 5)
+def test_a_run_is_watched_while_another_one_ends_and_let_go_when_it_ends():
+    failures, told, watchdog, where = {}, [], Watchdog(0), mock.Mock(return_value="")
+    watch, find = Watch("a call", 60.0, "raise", told.append, where), functools.partial(failures.get, 5)
     with watchdog.watching(watch, find):
         with watchdog.watching(watch, find):
             pass
         failures[5] = PeerFailed("", 1, "Boom")
         wait_for(lambda: told)
     assert "is still in a call, but rank 1 has failed (Boom)" in told[0]
+    let_go = weakref.ref(where)
+    del where, watch
+    wait_for(lambda: (gc.collect(), let_go())[1] is None)
     watchdog.close()
 
 
