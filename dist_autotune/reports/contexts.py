@@ -18,7 +18,7 @@ from ..logs.records import (
     Record,
     Trial,
 )
-from ..tuner.report import TunedContext
+from ..tuner.report import TunedContext, percent_over
 
 R = TypeVar("R", bound=Record)
 FIGURES = (  # that a record of a result and the program's report have alike
@@ -29,11 +29,6 @@ FIGURES = (  # that a record of a result and the program's report have alike
 
 def of_kind(records: Iterable[Record], kind: type[R]) -> list[R]:
     return [record for record in records if isinstance(record, kind)]
-
-
-def percent_over(ms: float | None, reference_ms: float | None) -> float | None:
-    """Return by how many percent `ms` is above `reference_ms`; None where either is unknown."""
-    return None if ms is None or not reference_ms else (ms / reference_ms - 1) * 100
 
 
 def is_sample(trial: Trial) -> bool:

@@ -24,8 +24,8 @@ from ..logs.records import (
     read_records,
 )
 from ..timing.time_spent import SecondsSpent
-from ..tuner.report import TuningReport, time_order
-from .contexts import ContextHistory, is_sample, of_kind, percent_over
+from ..tuner.report import TuningReport, percent_over, time_order
+from .contexts import ContextHistory, is_sample, of_kind
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from ..formatting import (
 from ..logs.records import SessionClosed
 from ..search.rules import BY_LAUNCH, BY_RUN
 from ..tables import stacked, table, text
-from ..tuner.report import missing_gains
-from .contexts import CandidateHistory, ContextHistory, of_kind, percent_over
+from ..tuner.report import missing_gains, percent_over
+from .contexts import CandidateHistory, ContextHistory, of_kind
 from .history import History, SessionHistory
 
 MOST_CANDIDATES = 10  # of a context

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 MOST_LABELS = 4  # contexts that a remark names
 
 
+def percent_over(ms: float | None, reference_ms: float | None) -> float | None:
+    """Return by how many percent `ms` is above `reference_ms`; None where either is unknown."""
+    return None if ms is None or not reference_ms else (ms / reference_ms - 1) * 100
+
+
 @dataclass(frozen=True)
 class TunedContext:
     """One kernel with one key, and its winner."""
@@ -58,14 +63,13 @@ class TunedContext:
     @property
     def spread_percent(self) -> float | None:
         """How much longer the agreed time of the winner is than the fastest rank's; None: not timed."""
-        if self.ms is None or not self.fastest_rank_ms:
-            return None
-        return 100 * (self.ms / self.fastest_rank_ms - 1)
+        return percent_over(self.ms, self.fastest_rank_ms)
 
     @property
     def gain_percent(self) -> float | None:
         """How much less time the winner takes than the default config; None: one has no time."""
-        return None if self.ms is None or not self.default_ms else 100 * (1 - self.ms / self.default_ms)
+        over = percent_over(self.ms, self.default_ms)
+        return None if over is None else -over
 
     @property
     def no_gain_reason(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable
@@ -18,9 +19,18 @@ from ..moe.launch import check_experts, size_class
 from ..moe.tokens import check_choices, check_weights
 from ..signals import Failure
 from ..tensors import Apart, check_fp8, check_no_gradient, check_out, check_sizes, check_tensor, check_ways
-from .kinds import ARGUMENTS, BACKWARD, COMBINE, DISPATCH, DISPATCH_MATMUL, MATMUL_COMBINE
 from .launches import Dispatched, Launches, Sizes, check_is_dispatched
 from .slots import NOT_DISPATCHED, NOT_RETURNED, OTHER_FORMAT, OVER_CAPACITY, SCALED
+
+DISPATCH, COMBINE = "dispatch", "combine"  # kinds of calls, and the exchanges that they are
+DISPATCH_MATMUL, MATMUL_COMBINE, BACKWARD = "dispatch_matmul", "matmul_combine", "combine_backward"
+# The arguments of kinds that have no backward.
+ARGUMENTS = {
+    DISPATCH: ("x", "topk_ids", "fp8"),
+    COMBINE: ("rows", "d", "topk_weights", "out"),
+    DISPATCH_MATMUL: ("x", "weight", "topk_ids"),
+    MATMUL_COMBINE: ("rows", "weight", "d", "topk_weights", "out"),
+}
 
 MOST_POSITIONS = 2**30  # choices of all ranks, in two slots of int32 positions
 MOST_RANKS = 32  # of which a kernel holds a bit each
@@ -92,12 +102,11 @@ class ExpertParallel(NumberedCalls):
                 f"{world} ranks x tokens_per_rank={self.tokens_per_rank} x topk={self.topk} are more than "
                 f"{MOST_POSITIONS // 2} choices, or than {MOST_RANKS} ranks"
             )
-        given = self._asked_capacity or 0
         for name, value in (("hidden", self.hidden), ("experts", self.experts), ("topk", self.topk)):
             memory.require_equal(name, value)
         own_experts = self.experts // world
         most = world * self.tokens_per_rank * min(self.topk, own_experts)
-        self.capacity = min(given or most, most)
+        self.capacity = min(self._asked_capacity or most, most)
         sizes = Sizes(self.tokens_per_rank, self.hidden, own_experts, self.topk, self.capacity)
         self._has_told_peers = False
         self._launches = Launches(memory, self._failures.words, sizes, self.dtype)
@@ -267,10 +276,9 @@ class ExpertParallel(NumberedCalls):
     ) -> torch.Tensor:
         weights, sums = topk_weights.detach().contiguous(), self._new_sums(d, out)
         given = (rows, d, weights, sums, self._patience_ticks)
-        if self._is_at_once(COMBINE, len(sums)):
-            self._launches.combine(*given, returns=True, sums=True)
-        else:
-            self._launches.combine(*given, returns=True, sums=False)
+        at_once = self._is_at_once(COMBINE, len(sums))
+        self._launches.combine(*given, returns=True, sums=at_once)
+        if not at_once:
             self._launches.combine(*given, returns=False, sums=True)
         return sums if out is None else out
 
@@ -311,19 +319,15 @@ class ExpertParallel(NumberedCalls):
         d = self._launches.new_dispatch(ids, self.hidden)
         d.offsets.zero_()
         if kind in (DISPATCH, DISPATCH_MATMUL):
-            self._dispatch(x, ids, fp8=last is True and self._can_send_fp8())
+            fp8 = False
+            with contextlib.suppress(TypeError, ValueError):  # there are no kernels: all ranks refuse it
+                self._check_fp8()
+                fp8 = last is True
+            self._dispatch(x, ids, fp8=fp8)
         elif kind == BACKWARD:
             self._combine_backward(x, d.rows, d, weights)
         else:
             self._combine(d.rows, d, weights, None)
-
-    def _can_send_fp8(self) -> bool:
-        """Return whether there are kernels that do; else all ranks refuse such a call."""
-        try:
-            self._check_fp8()
-        except (TypeError, ValueError):
-            return False
-        return True
 
     def _leave_peers(self) -> None:
         self._launches.leave()
@@ -386,10 +390,8 @@ class ExpertParallel(NumberedCalls):
 
     def _describe(self, peer: int, failure: Failure) -> str:
         if failure.kind == OVER_CAPACITY.value:
-            found = (
-                f"a dispatch brought {failure.seen} rows to rank {peer}; capacity={self.capacity} are kept"
-            )
-            return f"{found}. Raise capacity=, or pass none"
+            kept = f"capacity={self.capacity} are kept. Raise capacity=, or pass none"
+            return f"a dispatch brought {failure.seen} rows to rank {peer}; {kept}"
         if failure.kind == OTHER_FORMAT.value:
             here, there = ("", "not ") if failure.seen == 0 else ("not ", "")
             return f"rank {peer} did {there}dispatch in fp8, this rank did {here}so: pass fp8 on all or none"

@@ -142,16 +142,14 @@ class GemmAllReduce(NumberedCalls):
     def _allocate(self) -> None:
         memory, world = self._memory, self.world_size
         memory.require_equal("way", str(self._fixed))  # what is allocated depends on it
-        self._has_low_latency = self._wants_low_latency and mail.can_take(1, self._n, self._dtype)
-        has_low_latency, sizes = self._has_low_latency, (self._m, self._n, self._dtype, self._failures.words)
+        has_low_latency = self._wants_low_latency and mail.can_take(1, self._n, self._dtype)
+        sizes = self._m, self._n, self._dtype, self._failures.words
         self._rows = RowsMemory(memory, *sizes, has_low_latency=has_low_latency)
         self._parts, self._sums = self._rows.parts.local, self._rows.sums.local
-        self._collective = Ways(memory, fixed=self._fixed, has_low_latency=self._takes_low_latency)
+        most_low_latency = mail.MOST_ROWS if has_low_latency else 0
+        self._collective = Ways(memory, fixed=self._fixed, most_low_latency=most_low_latency)
         self._scatter = self._open_scatter() if self._overlaps and world > 1 else None
         self._layouts: dict[Hashable, RowsLayout] = {}  # by those of tensors that have been checked
-
-    def _takes_low_latency(self, rows: int) -> bool:
-        return self._has_low_latency and rows <= mail.MOST_ROWS
 
     def _other_rows(self) -> str:
         return self._collective.differing()

@@ -15,7 +15,7 @@ norm or without, and whether it may be overlapped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 from ..agreement.collective import Collective
 from ..symm import SymmetricMemory
@@ -32,18 +32,12 @@ MOST_ROWS_OF_SHOTS = 2048  # above, the collective is what an untuned call takes
 class Ways(Collective):
     """The ways of one operation; opening is collective.
 
-    fixed: one of WAYS, or None, which tunes it; the same on all ranks. has_low_latency: for so many rows.
+    fixed: one of WAYS, or None, which tunes it; the same on all ranks. most_low_latency: rows of such a call.
     Raises ValueError on all ranks if it is the collective, which their process group has not.
     """
 
-    def __init__(
-        self,
-        memory: SymmetricMemory,
-        *,
-        fixed: str | None,
-        has_low_latency: Callable[[int], bool],
-    ) -> None:
-        self._way, self._has_low_latency = fixed, has_low_latency
+    def __init__(self, memory: SymmetricMemory, *, fixed: str | None, most_low_latency: int) -> None:
+        self._way, self._most_low_latency = fixed, most_low_latency
         made = {COLLECTIVE: True, ONE_SHOT: False, TWO_SHOT: False}.get(str(fixed))
         super().__init__("GemmAllReduce", "gemm_ar way", memory, fixed=made)
 
@@ -54,7 +48,7 @@ class Ways(Collective):
         """
         if self._world_size == 1:
             return (COLLECTIVE,)  # of which nothing is left
-        can_be_low = self._has_low_latency(rows)
+        can_be_low = rows <= self._most_low_latency
         if self._way is not None or self._ballots is None:
             way = self._way or ONE_SHOT
             if way == OVERLAPPED and not can_overlap:
