@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import enum
 from pathlib import Path
 from typing import Annotated
@@ -29,13 +28,11 @@ Kernels = Annotated[
 Device = Annotated[str, typer.Option("--device", help="Only those of this device: a part of its name.")]
 
 
-def _chosen(cache: Winners, kernels: list[str] | None, device: str, key: str = "") -> list[Entry]:
+def _chosen(cache: Winners, kernels: list[str] | None, device: str) -> list[Entry]:
     return [
         entry
         for entry in cache.entries()
-        if device in entry.key.device
-        and key in entry.key.key
-        and (not kernels or any(part in entry.key.kernel for part in kernels))
+        if device in entry.key.device and (not kernels or any(part in entry.key.kernel for part in kernels))
     ]
 
 
@@ -94,25 +91,16 @@ def show(
 @app.command()
 def clear(
     kernels: Kernels = None,
-    key: Annotated[str, typer.Option("--key", help="Only keys with this in their text.")] = "",
-    older_than: Annotated[
-        int,
-        typer.Option("--older-than", min=0, max=36_500, help="Only those tuned so many days ago, or longer."),
-    ] = 0,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Delete entries: the chosen ones, or all, damaged ones too, and the crash guards of ended processes."""
     cache = _open_cache()
     assert cache.directory is not None
-    is_all = not (kernels or key or older_than)
-    before = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=older_than)
-    oldest = before.isoformat(timespec="seconds")
-    found = _chosen(cache, kernels, "", key)
-    chosen = [each for each in found if not older_than or each.created_at <= oldest]
-    if not yes and (is_all or chosen):
-        what = "all entries" if is_all else _entries(len(chosen))
+    chosen = _chosen(cache, kernels, "") if kernels else None
+    if not yes and chosen != []:
+        what = "all entries" if chosen is None else _entries(len(chosen))
         typer.confirm(f"Delete {what} in {cache.directory}?", abort=True)
-    if is_all:
+    if chosen is None:
         guards, count = remove_abandoned(cache.directory), cache.clear()
     else:
         guards, count = 0, cache.remove(chosen)
