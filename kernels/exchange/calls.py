@@ -11,11 +11,14 @@ import math
 import time
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from dist_autotune.for_operations import register_step_check
+
+if TYPE_CHECKING:
+    from .operation import Operation
 
 POLL_S = 1e-4  # of the host that waits for the device
 
@@ -28,36 +31,24 @@ class UnderWay(NamedTuple):
     longest_wait_s: float  # how long they may go on after a failure
 
 
-class Caller(Protocol):
-    """An operation with calls that may have failed."""
-
-    device: torch.device
-
-    def raise_known_failure(self) -> None:
-        """Raise the failures that the host can see now."""
-
-    def under_way(self) -> UnderWay:
-        """Return a probe of its calls so far."""
-
-
-_OPEN: weakref.WeakSet[Caller] = weakref.WeakSet()
+_OPEN: weakref.WeakSet[Operation] = weakref.WeakSet()
 _LEFT: list[UnderWay] = []  # of operations that did not meet their peers to close
 
 
-def watch(caller: Caller) -> None:
+def watch(operation: Operation) -> None:
     """Have `check_calls` ask this operation too, as long as it lives."""
-    _OPEN.add(caller)
+    _OPEN.add(operation)
 
 
-def leave(caller: Caller) -> None:
+def leave(operation: Operation) -> None:
     """Remember the calls that an operation leaves on the device when it is abandoned."""
     with contextlib.suppress(RuntimeError):  # it must close
-        if caller.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        if operation.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
-        _LEFT[:] = [*(each for each in _LEFT if not each.is_done()), caller.under_way()]
+        _LEFT[:] = [*(each for each in _LEFT if not each.is_done()), operation.under_way()]
 
 
-def wait_for_device(first: Caller | None = None) -> None:
+def wait_for_device(first: Operation | None = None) -> None:
     """Wait for the calls of all operations and for the device, for a bounded time if a call has failed.
 
     After a failure side streams may never end, as a peer that has given this rank up gives no more permits,
@@ -65,12 +56,12 @@ def wait_for_device(first: Caller | None = None) -> None:
     `first` before others.
     """
     others = (each for each in tuple(_OPEN) if each is not first)
-    callers = [*others] if first is None else [first, *others]
-    calls, deadline = [*(each.under_way() for each in callers), *_LEFT], math.inf
+    operations = [*others] if first is None else [first, *others]
+    calls, deadline = [*(each.under_way() for each in operations), *_LEFT], math.inf
     while not all(each.is_done() for each in calls):
         now = time.monotonic()
         if now > deadline:
-            for each in callers:
+            for each in operations:
                 each.raise_known_failure()
             raise TimeoutError(
                 "the device does not end what it was given behind a call that failed, of an operation that "
@@ -80,7 +71,7 @@ def wait_for_device(first: Caller | None = None) -> None:
             deadline = now + max(each.longest_wait_s for each in calls)
         time.sleep(POLL_S)
     _LEFT[:] = [each for each in _LEFT if each not in calls]
-    for device in {each.device for each in callers if each.device.type == "cuda"}:
+    for device in {each.device for each in operations if each.device.type == "cuda"}:
         torch.cuda.synchronize(device)
 
 
@@ -91,8 +82,8 @@ def check_calls(*, wait: bool = True) -> None:
     """
     if wait and _OPEN:
         wait_for_device()
-    for caller in tuple(_OPEN):
-        caller.raise_known_failure()
+    for operation in tuple(_OPEN):
+        operation.raise_known_failure()
 
 
 register_step_check(functools.partial(check_calls, wait=False))
