@@ -136,6 +136,7 @@ class SearchedContexts:
         self._contexts: dict[str, Context] = {}
         self._counts: dict[str, Counts] = {}  # by context
         self._ends: dict[str, int] = {}  # the last run that is planned for its launches
+        self._begun: dict[str, int | None] = {}  # when its search began
         self._together = 0  # the last of these; -1: to be found anew
         self._in_turn = -1  # further runs, of what runs judge; -1: likewise
         self.counts = Counts()
@@ -147,25 +148,26 @@ class SearchedContexts:
 
     def update(self, context: Context) -> None:
         """Count a context as it is now."""
-        name = context.name
-        before, now = self._counts.get(name, Counts()), Counts.of(context)
-        end, end_before = planned_end(self._rules, context), self._ends.get(name, 0)
-        if now == before and end == end_before and name in self._contexts:
+        name, now = context.name, Counts.of(context)
+        before = self._counts.get(name)
+        if now == before and context.began == self._begun[name]:
             return
-        self._count(before, now)
+        end, end_before = planned_end(self._rules, context), self._ends.get(name, 0)
+        self._count(before or Counts(), now)
         if end >= self._together >= 0:
             self._together = end
         elif end_before == self._together:
             self._together = -1
         if self._rules.bits != "any" or BY_RUN in self._rules.judges(is_choice=context.is_choice):
             self._in_turn = -1
-        self._contexts[name], self._counts[name], self._ends[name] = context, now, end
+        self._contexts[name], self._counts[name] = context, now
+        self._begun[name], self._ends[name] = context.began, end
 
     def discard(self, name: str) -> None:
         """Count a context no more."""
         if self._contexts.pop(name, None) is not None:
             self._count(self._counts.pop(name), Counts())
-            del self._ends[name]
+            del self._ends[name], self._begun[name]
             self._together = self._in_turn = -1
 
     def _count(self, before: Counts, now: Counts) -> None:

@@ -123,22 +123,23 @@ class Context(SharedContext):
         incumbent = self.incumbent
         if self.settled or self.search.rules.mode != "online" or not self.is_tuned_by_launches:
             return incumbent
-        fastest, fastest_ms, banned = incumbent, math.inf, self.banned
-        for index, ms in {**self.times.warmup_ms, **self.times.ms}.items():
-            if (ms, index) < (fastest_ms, fastest) and index not in banned:
-                fastest, fastest_ms = index, ms
+        known = {**self.times.warmup_ms, **self.times.ms}
+        for index in self.banned:
+            known.pop(index, None)
+        fastest_ms, fastest = min(zip(known.values(), known, strict=True), default=(math.inf, incumbent))
         is_faster = fastest_ms * (1 + TIE) < least(self.times.agreed_ms(incumbent))
         return fastest if is_faster else incumbent
 
-    @property
-    def later_candidate(self) -> int:
-        """Return the candidate of later launches in a run whose first one tries a slow one; -1: the same."""
+    def later_candidate(self, best: int) -> int:
+        """Return the candidate of later launches in a run whose first one tries a slow one; -1: the same.
+
+        best: so far.
+        """
         if not (self.next_run.is_spared and self.is_racing and self.is_tuned_by_launches):
             return -1
         assert self.trial is not None
         if not (trial_ms := least(self.times.agreed_ms(self.trial))):
             return -1
-        best = self.best_so_far
         return best if 0 < SLOW * self.times.agreed_ms(best) <= trial_ms else -1
 
     @property

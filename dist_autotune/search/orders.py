@@ -146,7 +146,7 @@ class ContextOrder(SharedContext):
         return ContextChanges(
             next_launch=None if next_launch == self.next_launch else next_launch,
             result=None if result == self.result else result,
-            banned={index: ban for index, ban in context.banned.items() if index not in self.banned},
+            banned={index: context.banned[index] for index in context.banned.keys() - self.banned.keys()},
             times=_changed_rows(context.times, self.times),
             launch_ms=None if launch_ms == self.launch_ms else launch_ms,
         )
@@ -159,13 +159,8 @@ def _columns(times: AgreedTimes) -> tuple[dict[int, float], ...]:
 def _changed_rows(times: AgreedTimes, before: AgreedTimes) -> dict[int, TimesRow]:
     """Return the rows of `times` that differ."""
     columns = [*zip(_columns(times), _columns(before), strict=True)]
-    changed = {
-        index
-        for now, then in columns
-        if now != then
-        for index in now.keys() | then.keys()
-        if now.get(index) != then.get(index)
-    }
+    differing = (now.items() ^ then.items() for now, then in columns if now != then)
+    changed = {index for items in differing for index, _ in items}
     return {index: _row([now.get(index) for now, _ in columns]) for index in changed}
 
 

@@ -105,26 +105,26 @@ def agreed_run(
 
 def agreed_part(of_ranks: Mapping[int, Part]) -> AgreedPart:
     """Merge the ranks' reports on one context: the slowest one's time, all bans."""
-    each = of_ranks.values()
+    each = [*of_ranks.values()]
     ran = {part.ran for part in each if part.ran is not None}
     times = [part.ms for part in each if part.ms is not None]
     bans: dict[str, Ban] = {}
     for rank, part in of_ranks.items():
         for candidate, reason in part.bans.items():
             bans.setdefault(candidate, (rank, reason))
-    unmeasured = sum(part.is_unmeasured for part in each)
+    unmeasured = sum([part.is_unmeasured for part in each])
     return AgreedPart(
         ran=MIXED if len(ran) > 1 else next(iter(ran), None),
         ms=max(times) if times and not unmeasured else None,
         best_ms=min(times, default=math.inf),
-        gap_ms=max(part.gap_ms for part in each),
+        gap_ms=max([part.gap_ms for part in each]),
         ranks=len(times) + unmeasured,
         is_pending=any(part.is_pending for part in each),
         bans=bans,
         announcement=_announced([p.announcement for p in each if p.announcement is not None]),
-        compiling=max(part.compiling for part in each),
-        share=max(part.share for part in each),
-        launches=max(part.launches for part in each),
+        compiling=max([part.compiling for part in each]),
+        share=max([part.share for part in each]),
+        launches=max([part.launches for part in each]),
     )
 
 

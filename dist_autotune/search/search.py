@@ -195,7 +195,7 @@ class Search:
             trial=-1 if context.trial is None else context.trial,
             is_on_trial=context.is_on_trial,
             waiting=context.waiting,
-            later=-1 if spent else context.later_candidate,
+            later=-1 if spent else context.later_candidate(best),
             judge=context.judge,
             outside_race=search.outside_indices,
         )

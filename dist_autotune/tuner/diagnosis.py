@@ -89,12 +89,11 @@ class Diagnosis:
     def watch(self) -> Watch:
         """Return how the next run is watched, named after its first trial."""
         state, function = self._state, self._state.function
-        on_trial = ((context, context.next_launch.trial) for context in state.orders.unsettled)
-        trials = [
-            f"{context.title} with {config_label(context.texts[i])}" for context, i in on_trial if i >= 0
-        ]
-        more = f" and {len(trials) - 1} more" if len(trials) > 1 else ""
-        what = f"run {state.orders.runs} of {function.name}" + (f" ({trials[0]}{more})" if trials else "")
+        what = f"run {state.orders.runs} of {function.name}"
+        on_trial = [context for context in state.orders.unsettled if context.next_launch.trial >= 0]
+        if on_trial:
+            first, more = on_trial[0], f" and {len(on_trial) - 1} more" if len(on_trial) > 1 else ""
+            what += f" ({first.title} with {config_label(first.texts[first.next_launch.trial])}{more})"
         return Watch(what, function.timeout_s, function.options.on_stuck, self.write_stuck, self._whereabouts)
 
     def _whereabouts(self) -> str:
