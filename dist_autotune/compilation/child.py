@@ -19,7 +19,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from .processes import computed_by, end, fork, has_ended, send, shared_file
+from .processes import Stillness, end, fork, has_ended, send, shared_file
 from .workers import NO_WORKER, STANDS_STILL, STDERR_BYTES, STILL_S, WALL_FACTOR, Foreman, Work, crash_text
 
 POLL_S = 5e-3  # between looks at children
@@ -43,9 +43,9 @@ class Child:
         self._work, self._parent = work, os.getpid()
         self._left = {*range(len(work.pieces))}  # without an ending
         self._read = 0  # bytes of the report
-        self._computed: int | None = None  # when last looked; None: it was computing
-        self._moved = time.monotonic()  # when it was last seen to
+        self._stillness = Stillness()
         self._paused: float | None = None  # since when
+        self._pauses_s = 0.0  # of earlier pauses
         self._report = shared_file("child-report")  # how it went
         self._stderr = self._report  # until it has its own
         try:
@@ -100,13 +100,9 @@ class Child:
 
     def stands_still(self) -> bool:
         """Return whether the child has neither computed nor had a worker for STILL_S, without its pauses."""
-        now = time.monotonic()
-        if self._paused is not None:
+        if self.is_over or self._paused is not None:
             return False
-        computed, sleeps = (None, False) if self.is_over else computed_by(self._pid)
-        if computed is None or computed != self._computed:
-            self._computed, self._moved = computed, now
-        return sleeps and now - self._moved > STILL_S
+        return self._stillness.look(self._pid, time.monotonic() - self._pauses_s) > STILL_S
 
     def pause(self, *, goes_on: bool = False) -> None:
         """Stop the child and its workers; goes_on: let them go on."""
@@ -115,7 +111,7 @@ class Child:
         with contextlib.suppress(ChildProcessError):
             send(self._pid, signal.SIGCONT if goes_on else signal.SIGSTOP)
         now = time.monotonic()
-        self._moved += 0.0 if self._paused is None else now - self._paused
+        self._pauses_s += 0.0 if self._paused is None else now - self._paused
         self._paused = None if goes_on else now
 
     def wait(self) -> Ending:

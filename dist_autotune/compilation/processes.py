@@ -87,7 +87,22 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def computed_by(pid: int) -> tuple[int | None, bool]:
+class Stillness:
+    """How long a process has slept without computing and without a child, by a clock of the caller's."""
+
+    def __init__(self) -> None:
+        self._computed: int | None = None  # ticks, when last looked; None: it was computing
+        self._since_s = 0.0
+
+    def look(self, pid: int, now_s: float) -> float:
+        """Return for how many seconds it has stood still by now, as far as looks have told."""
+        computed, sleeps = _computed_by(pid)
+        if not sleeps or computed is None or computed != self._computed:
+            self._computed, self._since_s = computed, now_s
+        return now_s - self._since_s
+
+
+def _computed_by(pid: int) -> tuple[int | None, bool]:
     """Return the ticks that a process has computed if it sleeps, or waits for a core, and whether it sleeps.
 
     None: it has a child, or waits for a disk.

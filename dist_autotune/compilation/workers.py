@@ -19,13 +19,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from triton import knobs
 
 from .config_failures import config_failure
-from .processes import computed_by, end_worker, flush, shared_file
+from .processes import Stillness, end_worker, flush, shared_file
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4  # prctl(2)
 LOOK_S = 50e-3  # between looks at workers
@@ -74,7 +74,7 @@ class _Worker:
     place: int  # of that piece, when last looked
     lasted_s: float = 0.0  # that piece
     still_s: float = 0.0  # without computing
-    computed: int | None = None  # ticks, when last looked; None: it was computing
+    stillness: Stillness = field(default_factory=Stillness)
 
 
 class Foreman:
@@ -92,6 +92,7 @@ class Foreman:
         # By slot, the place of the piece under way; -1: none.
         self._under_way = memoryview(mmap.mmap(-1, 4 * len(work.pieces))).cast("i")
         self._taken = shared_file("pieces-taken")  # so many as its offset, which all workers share
+        self._looked_s = 0.0  # so far, without pauses
         self._again: list[int] = []  # places of pieces that were taken and not begun
 
     def run(self) -> int:
@@ -104,9 +105,11 @@ class Foreman:
                 return 0
             time.sleep(LOOK_S)
             before, looked = looked, time.monotonic()
+            # A pause, in which all processes are stopped, is one look.
+            lasted_s = min(looked - before, 2 * LOOK_S)
+            self._looked_s += lasted_s
             for pid, worker in list(self._workers.items()):
-                # A pause, in which all processes are stopped, is one look.
-                self._look_at(pid, worker, min(looked - before, 2 * LOOK_S))
+                self._look_at(pid, worker, lasted_s)
                 if worker.still_s > STILL_S and worker.place in self._work.moves:
                     return STANDS_STILL
 
@@ -149,10 +152,7 @@ class Foreman:
             if (begun := self._under_way[worker.slot]) not in (place, -1):  # just now
                 self._again.append(begun)
         else:
-            computed, sleeps = computed_by(pid)
-            if not sleeps or computed is None or computed != worker.computed:
-                worker.computed, worker.still_s = computed, 0.0
-            worker.still_s += lasted_s
+            worker.still_s = worker.stillness.look(pid, self._looked_s)
 
     def _end(self, pid: int, worker: _Worker, code: int) -> None:
         """Tell how the piece ended with which a worker has ended, if it was one."""
