@@ -13,8 +13,8 @@ from process_states import has_ended, status_of
 from rank_programs import SHORT_S, SOON_S, ending, exchange, wait_for
 
 from dist_autotune import AgreementTimeout
+from dist_autotune.ranks import exchange as exchange_module
 from dist_autotune.ranks.courier import OPERATION_S
-from dist_autotune.ranks.exchange import _count as count
 from dist_autotune.ranks.group import GROUPS
 from ranks import assert_all_ok, describe, meet, run_ranks
 
@@ -73,10 +73,13 @@ def test_a_value_that_a_peer_deletes_when_it_has_been_found_is_not_waited_for():
 
     (store := Vanishing()).set_timeout(datetime.timedelta(seconds=SHORT_S))
     store.set("7/beats", "2")
-    assert count(store, "7/beats") == 2
+    assert exchange_module._count(store, "7/beats") == 2
 
 
-def test_heartbeats_extend_the_deadline_at_most_tenfold(quick_heartbeats):
+def test_heartbeats_extend_the_deadline_at_most_tenfold(quick_heartbeats, monkeypatch):
+    tenfold = 4  # a store that gives no answer within half of the time-out is lost: it must not be too short
+    monkeypatch.setattr(exchange_module, "PATIENCE", tenfold)
+
     def program(rank, note):
         exchange(rank)
         if rank == 1:
@@ -86,7 +89,7 @@ def test_heartbeats_extend_the_deadline_at_most_tenfold(quick_heartbeats):
         else:
             meet()
         began = time.monotonic()
-        text = ending(lambda: exchange(rank, 0.1))
+        text = ending(lambda: exchange(rank, SHORT_S))
         note.touch()
         return text, time.monotonic() - began
 
@@ -94,7 +97,7 @@ def test_heartbeats_extend_the_deadline_at_most_tenfold(quick_heartbeats):
     for text, _ in results:
         assert text.startswith("AgreementTimeout: ")
         assert "for rank 1 to agree" in text
-    assert 0.9 < max(waited_s for _, waited_s in results) < SOON_S
+    assert 0.9 * tenfold < max(waited_s for _, waited_s in results) < SOON_S
 
 
 # ---- somebody fails
