@@ -97,9 +97,9 @@ class Exchanges:
         fail_later: tells peers that have gone on of an exception here; None: in the next exchange.
         """
         number, self.number = self.number, self.number + 1
-        self._limit_s, self._idle = min(OPERATION_S, wait.timeout_s / 2), {}
-        self._courier = self._courier or self._connections.take()
-        try:
+        try:  # no function is called before it: a Ctrl-C there would leave this rank one exchange ahead
+            self._limit_s, self._idle = min(OPERATION_S, wait.timeout_s / 2), {}
+            self._courier = self._courier or self._connections.take()
             end = self._take_part(number, report, decide, wait)
         except StoreLost as error:
             self._left = number

@@ -15,11 +15,13 @@ from rank_programs import (
     blocks_of,
     ending,
     interrupt_when_waiting,
+    raise_,
     run_until_settled,
     tune,
     tuned_step,
 )
 
+from dist_autotune.ranks.courier import Connections
 from dist_autotune.ranks.group import GROUPS
 from dist_autotune.triton_api import turn
 from ranks import assert_all_ok, meet, run_ranks
@@ -109,15 +111,19 @@ def test_a_function_that_a_session_waits_for_goes_on_without_one_on_all_ranks(mo
     assert assert_all_ok(run_ranks(program, 2)) == [(True, True, None)] * 2
 
 
-def test_ctrl_c_while_a_rank_asks_ends_the_call_of_its_peers():
+@pytest.mark.parametrize("has_asked", [True, False])
+def test_ctrl_c_while_a_rank_asks_ends_the_call_of_its_peers(has_asked, monkeypatch):
     def program(rank):
         step, _ = two_functions()
         group = GROUPS.of(None)
-        if rank == 0:
-            interrupt_when_waiting(group._new_exchanges(f"{group._prefix}/turns/first/1"))
-        else:
-            meet()  # its peer has asked alone
-        end = ending(step)
+        with monkeypatch.context() as patch:
+            if rank == 0 and has_asked:
+                interrupt_when_waiting(group._new_exchanges(f"{group._prefix}/turns/first/1"))
+            elif rank == 0:
+                patch.setattr(Connections, "take", lambda self: patch.undo() or raise_(KeyboardInterrupt()))
+            else:
+                meet()  # its peer has asked alone
+            end = ending(step)
         if rank == 0:
             meet()
         meet()
