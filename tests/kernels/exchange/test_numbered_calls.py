@@ -39,18 +39,19 @@ class Calls:
 
     def __init__(self, rank, world, name):
         self.runs, options = OPERATIONS[name]
-        self.rank, self.rows = rank, [ROWS] * world
+        self.rank = rank
         self.runs.begin(rank)
         of_operation, self.of_call = self.runs.sizes(K, N)
         self.op = self.runs.open(ROWS, of_operation, **options)
-        self.inputs = [self.runs.operands(self.op, self.rows, self.of_call) for _ in range(6)]
+        each = [[ROWS - call % 2] * world for call in range(6)]  # of one size class
+        self.inputs = [(rows, self.runs.operands(self.op, rows, self.of_call)) for rows in each]
 
     def make(self, *, change=None, told=True):
         """Make a call with fresh inputs; return what it raises, its output and its inputs."""
-        operands = self.inputs.pop()
-        out = self.runs.new_out(self.op, self.rows, operands)
+        rows, operands = self.inputs.pop()
+        out = self.runs.new_out(self.op, rows, operands)
         given = operands if change is None else change(operands)
-        raised = message_of(lambda: self.runs.call(self.op, given, out, self.rows, told=told))
+        raised = message_of(lambda: self.runs.call(self.op, given, out, rows, told=told))
         return raised, (out, *operands)
 
     def error_of(self, made):
@@ -225,11 +226,11 @@ def test_so_do_arguments_that_do_not_fit_the_signature(rank, name):
             ended.append(raised)
         assert ended[0] == ended[3] == RIGHT
         error = calls.error_of(made)
-    for wrong, raised, text in (
-        (1, ended[1], "unexpected keyword argument 'unknown'"),
-        (0, ended[2], "missing "),
-    ):
-        peers = f"ValueError: {calls.runs.name}, rank {rank}: rank {wrong} refused its"
+    for wrong, text in ((1, "unexpected keyword argument 'unknown'"), (0, "missing ")):
+        raised, peers = (
+            ended[2 - wrong],
+            f"ValueError: {calls.runs.name}, rank {rank}: rank {wrong} refused its",
+        )
         assert raised.startswith("TypeError: " if rank == wrong else peers)
         assert text in raised
     return [error]

@@ -58,16 +58,6 @@ def test_wrong_tokens_are_reported_by_name_on_every_rank(rank, runs, told, optio
     assert message_of(op.close) == message
 
 
-@WAYS
-@on_ranks(2, timeout_s=30.0)
-def test_a_rank_without_arguments_fails_the_call_on_both_whatever_its_sizes(rank, runs, options):
-    with runs.opened(rank, 16, 16, **options) as op:
-        for tokens in ([8, 8], [5, 6], [8, 8]):  # of one size class
-            runs.fresh_call(op, tokens)
-            raised = message_of(op if rank == 1 else lambda: runs.fresh_call(op, [7, 5]))
-            assert "missing " in raised
-
-
 NEEDED_LATER = {"AllGatherMoE": ([9, 0], [9, 12]), "MoEReduceScatter": ([0, 9], [12, 9])}
 
 
