@@ -5,7 +5,6 @@ processes of their own run the interpreter as it is.
 """
 
 import dataclasses
-import functools
 import inspect
 import sys
 import threading
@@ -13,11 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import triton.language as tl
-from frame_room import with_room
 from triton.language import core
 from triton.runtime import interpreter
-
-MOST_KEPT = 4096  # larger constants of kernels are few
 
 
 def install() -> None:
@@ -33,21 +29,11 @@ def install() -> None:
     core._type_for_tuple_values = _types_of_tuples(core._type_for_tuple_values)
     interpreter._get_np_dtype = _numpy_types(interpreter._get_np_dtype)
     core.tensor.__init__ = _tensors(core.tensor.__init__)
-    core.dtype.__eq__ = _same_types(core.dtype.__eq__)
-    core._unwrap_if_constexpr = _unwrapped(core._unwrap_if_constexpr)
     interpreter.TensorHandle.__init__ = _handles()
-    launch = interpreter.GridExecutor.__call__
-    interpreter.GridExecutor.__call__ = functools.partialmethod(_in_a_roomy_frame, launch)
     semantic = interpreter.TritonSemantic
     semantic.binary_op_type_checking_impl = _operands(semantic.binary_op_type_checking_impl)
     semantic.broadcast_impl_value = _broadcast(semantic.broadcast_impl_value)
-    semantic.scalar_constant = _constants(semantic.scalar_constant)
-    semantic.cast = _cast(semantic.cast)
     _rewrite_kernels()
-
-
-def _in_a_roomy_frame(self: Any, launch: Any, *args: Any, **kwargs: Any) -> Any:
-    return with_room(launch, self, *args, **kwargs)  # on whatever thread
 
 
 def _rewrite_kernels() -> None:
@@ -144,29 +130,6 @@ def _handles() -> Any:
     return init_once
 
 
-def _same_types(equal: Any) -> Any:
-    return lambda self, other: self is other or equal(self, other)
-
-
-def _unwrapped(unwrap: Any) -> Any:
-    plain = {core.tensor, core.dtype, int, float, bool, str, type(None)}
-
-    def unwrap_unless_plain(value: Any) -> Any:
-        kind = type(value)
-        if kind in plain:
-            return value
-        return value.value if kind is core.constexpr else unwrap(value)
-
-    return unwrap_unless_plain
-
-
-def _cast(cast: Any) -> Any:
-    def cast_unless_alike(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
-        return input if input.dtype is dst_ty else cast(self, input, dst_ty, fp_downcast_rounding)
-
-    return cast_unless_alike
-
-
 def _operands(check: Any) -> Any:
     def check_unless_alike(
         self: Any,
@@ -204,21 +167,6 @@ def _broadcast(broadcast: Any) -> Any:
         return lhs, core.tensor(self.builder.create_splat(kind, rhs.handle), kind)
 
     return broadcast_unless_alike
-
-
-def _constants(constant: Any) -> Any:
-    kept: dict[tuple[int, Any], Any] = {}
-
-    def constant_once(self: Any, value: Any, dtype: Any) -> Any:
-        if type(value) is not int or abs(value) > MOST_KEPT or type(dtype) is not core.dtype:
-            return constant(self, value, dtype)
-        key = value, dtype.name
-        if key not in kept:
-            kept[key] = constant(self, value, dtype)
-            kept[key].handle.data.flags.writeable = False  # others have it too
-        return kept[key]
-
-    return constant_once
 
 
 class _PatchOnce:
