@@ -162,6 +162,14 @@ def test_all_defaults_work_in_the_interpreter(bench, objective):
     assert tuned.report.clock == "WallClock"
 
 
+@pytest.mark.parametrize("objective", ["thunk", "graph"])
+def test_where_launches_leave_one_plan_it_gets_a_time_and_the_next_process_finds_it(bench, objective):
+    for status in ("tuned", "cached"):
+        tuned = bench.tuned({32: 1.0, 16: 5.0}, objective=objective, n_warmup=None, n_repeat=None)
+        tuned()
+        assert (only(tuned.report).status, only(tuned.report).ms) == (status, 1.0)
+
+
 def test_a_kernel_launched_again_by_backward_has_one_config_in_the_run(bench, kernel):
     class AddOne(torch.autograd.Function):
         @staticmethod

@@ -124,7 +124,10 @@ class RaceRuns(RunPhase):
         space = self._space(launched)
         if plans := predicted.plans_of(space):
             return (yield from predicted.fastest_predicted_plan(space, plans))
-        return (yield from plan_search.fastest_plan(space, self._note, keeps_kernels=keeps_kernels))
+        plan = yield from plan_search.fastest_plan(space, self._note, keeps_kernels=keeps_kernels)
+        if plan and not self._ms:  # it is the only one that launches leave: without a time nothing is stored
+            yield AskedPlan(plan, "the only plan")
+        return plan
 
     def _note(self, untried: str) -> None:
         self._untried = untried
