@@ -157,6 +157,7 @@ def test_a_rank_that_compiles_is_not_given_up(where, monkeypatch, quick_heartbea
     def program(rank):
         def compiles(*args, **kwargs):
             if not slow:
+                meet()  # here each has sent its first heartbeat
                 set_patience(step, SHORT_S)
                 time.sleep(2 * SHORT_S * rank)
             slow.append(None)
@@ -172,7 +173,6 @@ def test_a_rank_that_compiles_is_not_given_up(where, monkeypatch, quick_heartbea
             monkeypatch.setattr(dispatcher.Launch, "compile", compiles)
         patient = dict.fromkeys((0, 1), lambda: set_patience(step, TIMEOUT_S))
         step, _, x = failing_step(rank, fails=patient, at_run=2)
-        meet()
         began = time.monotonic()
         winners = assert_next_call_works(step, x)
         return winners, time.monotonic() - began
