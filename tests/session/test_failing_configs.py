@@ -69,12 +69,8 @@ def test_a_config_that_fails_is_replaced_in_the_same_call(bench, where, failure,
 @pytest.mark.parametrize("objective", ["kernel", "graph"])
 def test_a_config_that_fails_when_a_run_is_repeated_is_replaced_and_banned(bench, objective):
     kernel = bench.kernel({16: 1.0, 32: 2.0, 64: 3.0})
-
-    def thunk():
-        y = launch(kernel, numbers())
-        kernel.fn.failures[16] = out_of_resources
-        return y
-
+    fails_from_now_on = lambda: kernel.fn.failures.setdefault(16, out_of_resources)  # noqa: E731
+    thunk = lambda: (launch(kernel, numbers()), fails_from_now_on())[0]  # noqa: E731
     tuned = bench.tune(thunk, objective=objective, n_warmup=None, n_repeat=None)
     assert torch.equal(tuned(), numbers() + 1)
     assert winner(only(tuned.report)) == 32

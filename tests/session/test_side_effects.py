@@ -13,19 +13,6 @@ from process_defaults import odd_defaults
 # ---- hooks of stock benchmarking
 
 
-def test_restore_value_does_not_hide_an_update_from_the_rest_of_the_run(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0}, restore_value=["y_ptr"])
-    seen = []
-
-    def thunk():
-        y = torch.zeros(64)
-        launch(kernel, numbers(), y)
-        seen.append(torch.equal(y, numbers() + 1))
-
-    bench.tune(thunk)()
-    assert seen == [True] * 3
-
-
 def test_hooks_given_to_triton_autotune_are_not_called_and_reset_to_zero_wipes_nothing(bench):
     called, gradient = [], torch.ones(64)
     hooks = dict.fromkeys(("pre_hook", "post_hook"), lambda *args, **kwargs: called.append(None))

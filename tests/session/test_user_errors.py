@@ -1,14 +1,10 @@
 """What the user's function, kernel, hook or grid raises reaches the caller, and the next call goes on."""
 
 import contextlib
-import gc
 import itertools
-import os
 import sys
 import threading
-import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,20 +77,6 @@ def test_other_errors_propagate_unchanged_and_nothing_stays_patched(bench, where
     assert not is_tuning()
     assert records(Banned) == []
     assert len(records(RunFailed)) == 1
-
-
-@pytest.mark.parametrize("mode", ["replay", "online"])
-def test_a_function_that_goes_amid_its_session_leaves_no_file_open(bench, tmp_cache, mode):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda **wrong: launch(kernel, numbers()) / wrong, mode=mode)
-    with pytest.raises(TypeError):
-        tuned()
-    gone = weakref.ref(tuned)
-    del tuned
-    gc.collect()
-    assert gone() is None
-    files = [os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()]
-    assert [each for each in files if each.startswith(str(tmp_cache.parent))] == []
 
 
 # ---- Ctrl-C between any two lines

@@ -3,8 +3,10 @@
 import contextlib
 import gc
 import io
+import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from kernels_for_tests import Bench, Mine, launch, numbers
@@ -116,7 +118,9 @@ def test_on_a_terminal_it_draws_a_bar_that_fits_80_columns(terminal):
 
 
 @pytest.mark.parametrize("raises", [True, False], ids=["a call raises", "its function goes"])
-def test_on_a_terminal_the_cursor_comes_back_where_a_session_is_left(bench, terminal, raises):
+def test_a_session_that_is_left_gives_the_cursor_back_and_leaves_no_file_open(
+    bench, terminal, tmp_path, raises
+):
     kernel = bench.kernel({16: 3.0, 32: 1.0})
 
     def step() -> None:
@@ -124,14 +128,20 @@ def test_on_a_terminal_the_cursor_comes_back_where_a_session_is_left(bench, term
         if raises:
             raise Mine
 
+    def cursor() -> tuple[int, int]:
+        return terminal.getvalue().count("\x1b[?25l"), terminal.getvalue().count("\x1b[?25h")
+
     with contextlib.redirect_stderr(terminal):
-        tuned = bench.tune(step, mode="online", progress=True)
+        tuned = bench.tune(step, mode="replay" if raises else "online", progress=True)
         with contextlib.suppress(Mine):
             tuned()
-        if not raises:
-            del tuned
-            gc.collect()
-    assert (terminal.getvalue().count("\x1b[?25l"), terminal.getvalue().count("\x1b[?25h")) == (1, 1)
+        assert cursor() == (1, int(raises))
+        del tuned
+        gc.collect()
+    assert cursor() == (1, 1)
+    assert not any(
+        os.path.realpath(each).startswith(str(tmp_path)) for each in Path("/proc/self/fd").iterdir()
+    )
 
 
 def closed() -> io.StringIO:
