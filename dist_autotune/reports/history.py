@@ -82,10 +82,6 @@ class SessionHistory:
         return sorted({record.rank for record in self.records})
 
     @property
-    def missing_ranks(self) -> list[int]:
-        return sorted(set(self.opened.ranks) - set(self.ranks))
-
-    @property
     def has_samples(self) -> bool:
         return any(candidate.samples for context in self.contexts for candidate in context.candidates)
 

@@ -112,7 +112,7 @@ def session_place(session: SessionHistory) -> str:
 def session_notes(session: SessionHistory) -> list[str]:
     """Return the reservations about the figures, then the remarks of the session."""
     notes = [WALL_CLOCK_NOTE] if session.opened.clock == WALL_CLOCK else []
-    if missing := session.missing_ranks:
+    if missing := sorted({*session.opened.ranks} - {*session.ranks}):
         notes.append(f"No records of ranks {missing}: the figures leave them out.")
     return notes + session.remarks()
 

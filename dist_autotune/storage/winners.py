@@ -176,7 +176,9 @@ class Winners:
                 for entry in entries:
                     stored = self.get(entry.key)
                     if stored is None or (replaces and stored != entry):
-                        self._replace(self.directory / entry.key.file_name, entry)
+                        temporary = f"{os.urandom(4).hex() if self._faults.without_lock else 'entry'}.tmp"
+                        text = to_json({"schema": SCHEMA_VERSION, **asdict(entry)}, indent=True) + "\n"
+                        replace_whole(self.directory / entry.key.file_name, temporary, text)
         except OSError as error:
             self.warn_unwritable(self.directory, error.strerror or str(error))
         else:
@@ -205,12 +207,6 @@ class Winners:
                     path.unlink(missing_ok=True)
                 shutil.rmtree(directory / LAUNCHED, ignore_errors=True)
         return len(files)
-
-    def _replace(self, path: Path, entry: Entry) -> None:
-        temporary = f"{os.urandom(4).hex() if self._faults.without_lock else 'entry'}.tmp"
-        replace_whole(
-            path, temporary, to_json({"schema": SCHEMA_VERSION, **asdict(entry)}, indent=True) + "\n"
-        )
 
     @contextlib.contextmanager
     def _lock(self, directory: Path) -> Iterator[None]:

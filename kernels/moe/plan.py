@@ -79,16 +79,6 @@ class Plan:
         self.weights = parts["weights"].view(torch.float32)
         self._groups, self.ends, self.tables = parts["groups"], parts["ends"], parts["tables"]
 
-    @property
-    def ends_of_all(self) -> torch.Tensor:
-        """int32 [tables]: `ends` for a kernel of one rank, with a single stage."""
-        return self.ends[:, -1].contiguous()
-
-    @property
-    def offsets_of_all(self) -> torch.Tensor:
-        """int32 [2]: `offsets` for a kernel of one rank."""
-        return self.offsets[:: len(self.offsets) - 1].contiguous()
-
     def sort(
         self,
         ids: torch.Tensor,
@@ -187,12 +177,13 @@ class Sorting(NamedTuple):
 
     @property
     def offsets(self) -> torch.Tensor:
-        return self.plan.offsets_of_all if self.is_gathered else self.plan.offsets
+        offsets = self.plan.offsets
+        return offsets[:: len(offsets) - 1].contiguous() if self.is_gathered else offsets
 
     @property
     def ends(self) -> torch.Tensor:
-        ends = self.plan.ends_of_all if self.is_gathered else self.plan.ends
-        return ends[self.order * HEIGHTS :]
+        ends = self.plan.ends[self.order * HEIGHTS :]
+        return ends[:, -1].contiguous() if self.is_gathered else ends
 
     @property
     def tables(self) -> torch.Tensor:

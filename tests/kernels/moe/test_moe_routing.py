@@ -18,7 +18,7 @@ from dist_autotune.kernels.moe import plan as planning
 from dist_autotune.kernels.moe import routing
 from dist_autotune.kernels.moe.announcer import TOPK_SPAN
 from dist_autotune.kernels.moe.launch import HEIGHTS
-from dist_autotune.kernels.moe.plan import LOWEST, Plan
+from dist_autotune.kernels.moe.plan import LOWEST, Plan, Sorting
 from dist_autotune.kernels.moe.routing import digest_of
 from dist_autotune.kernels.signals import GIVEN_UP, Failure, read_failure
 
@@ -202,8 +202,9 @@ def test_choices_are_sorted_and_the_tables_list_them(problem, by_first, are_all_
     assert routed.failures == [None] * len(ids)
     check(routed, ids, experts, first=first, by_first=by_first)
     if are_all_here:
-        assert routed.plan.offsets_of_all.tolist() == [0, routed.pairs]
-        assert torch.equal(routed.plan.ends_of_all, routed.plan.ends[:, 0])
+        gathered = Sorting(routed.plan, 1, 0, routing=None, is_gathered=True)
+        assert gathered.offsets.tolist() == [0, routed.pairs]
+        assert torch.equal(gathered.ends, routed.plan.ends[:, 0])
 
 
 @given(problems())
