@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from gpu_cases import covering
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -60,29 +61,15 @@ def _alone(kernel: str) -> Iterator[None]:
 def compiled_on(target: GPUTarget, configs: list[triton.Config], kind: str = "TMA") -> list[triton.Config]:
     """Return the configs that are compiled for a target: it costs seconds.
 
-    On Hopper they have all values of all; elsewhere they are the largest tiles of each kind.
+    On Hopper they have all values of all, depths and an order apart, which change no code. Elsewhere they are
+    the largest tiles of each kind.
     """
     if target is HOPPER:
-        return of_each_value(configs)
+        return covering(configs, without=("GROUP_M", "NUM_BUFFERS", "STORE_BUFFERS"))
     kinds: dict[Any, list[triton.Config]] = {}
     for config in sorted(configs, key=lambda each: -each.kwargs["BLOCK_M"] * each.kwargs["BLOCK_N"]):
         kinds.setdefault(config.all_kwargs()[kind], []).append(config)
     return [largest for largest, *_ in kinds.values()]
-
-
-def of_each_value(configs: list[triton.Config]) -> list[triton.Config]:
-    """Return configs that have all values of all, those apart that change no code: depths, and an order."""
-    left, found = set().union(*map(_parts, configs)), []
-    while left:
-        found.append(max(configs, key=lambda config: len(left.intersection(_parts(config)))))
-        left -= {*_parts(found[-1])}
-    return found
-
-
-def _parts(config: triton.Config) -> tuple[tuple[str, Any], ...]:
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    without = ("GROUP_M", "NUM_BUFFERS", "STORE_BUFFERS")
-    return tuple((name, value) for name, value in (config.kwargs | options).items() if name not in without)
 
 
 def resources(compiled: Any, target: GPUTarget) -> dict[str, int]:

@@ -13,23 +13,6 @@ if "triton" in sys.modules:
 os.environ.pop("TRITON_INTERPRET", None)
 
 
-class Device:
-    """The pretended device of a test, for the kernels of `candidates`."""
-
-    def __init__(self, driver: Any, *kernels: Any) -> None:
-        self.driver = driver
-        self._kernels = kernels
-
-    @property
-    def launched(self) -> list[dict[str, Any]]:
-        return self.driver.launched
-
-    def forget(self) -> None:
-        """Drop what this process has compiled; Triton's cache on disk stays."""
-        for kernel in self._kernels:
-            kernel.device_caches.clear()
-
-
 @pytest.fixture(scope="session", autouse=True)
 def nothing_unloads() -> None:
     """Keep kernels that are collected from asking for the device that they were loaded on: it was pretended.
@@ -53,8 +36,11 @@ def each_kernel_is_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> No
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Device]:
-    """Give a Hopper GPU with little shared memory that loads all and runs nothing, and an empty cache."""
+def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """Give a Hopper GPU with little shared memory that loads all and runs nothing, and an empty cache.
+
+    `forget` drops what this process has compiled of `candidates`; Triton's cache on disk stays.
+    """
     import triton
     from candidates import shifted, square
     from triton.runtime.driver import driver
@@ -68,11 +54,11 @@ def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Device]:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     shared_memory = triton.compiler.compiler.max_shared_mem
     shared_memory.cache_clear()
-    device = Device(made, square, shifted)
-    device.forget()
-    yield device
+    made.forget = lambda: [kernel.device_caches.clear() for kernel in (square, shifted)]
+    made.forget()
+    yield made
     shared_memory.cache_clear()
-    device.forget()
+    made.forget()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,28 +151,12 @@ def test_on_gpus_every_arm_is_right_and_timed(tmp_path: Path, name: str, ranks: 
 # ---- timing
 
 
-class OneRank:
-    """Stands for the ranks where there is one."""
-
-    def gather(self, value: object) -> list[object]:
-        return [value]
-
-    def synchronize(self) -> None:
-        pass
-
-
-class CallsOnly:
-    """A clock that takes no time."""
-
-    def time(self, call: Any) -> tuple[float, float]:
-        call()
-        return 1.0, 0.5
-
-
 def test_arms_take_turns_each_behind_another_arm_and_every_second_round_is_reversed() -> None:
     out: list[str] = []
     calls = [lambda name=name: out.append(name) for name in "abc"]
-    times = arms_module._rounds(calls, CallsOnly(), lambda: out.append("new inputs"), OneRank(), 3)
+    clock = SimpleNamespace(time=lambda call: (call(), (1.0, 0.5))[1])
+    one_rank = SimpleNamespace(gather=lambda value: [value], synchronize=lambda: None)
+    times = arms_module._rounds(calls, clock, lambda: out.append("new inputs"), one_rank, 3)
     new = ["new inputs"]
     assert out == [*new, "c", "a", "b", "c", *new, "a", "c", "b", "a", *new, "c", "a", "b", "c"]
     assert times == [[(1.0, 0.5)] * 3] * 3

@@ -36,14 +36,17 @@ def scaled(kernel: Any, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def covering(candidates: Sequence[Any]) -> list[Any]:
-    """Return some of the candidates, in their order, that have every value of every field between them.
+def covering(candidates: Sequence[Any], without: Sequence[str] = ()) -> list[Any]:
+    """Return some of the candidates, in their order, that have every value of every other field between them.
 
     With --all-candidates, return all. Greedy: next is who has most of what is still missing.
     """
     if ALL_CANDIDATES:
         return list(candidates)
-    fields = [{(name, repr(value)) for name, value in each.all_kwargs().items()} for each in candidates]
+    fields = [
+        {(name, repr(value)) for name, value in each.all_kwargs().items() if name not in without}
+        for each in candidates
+    ]
     missing, chosen = set().union(*fields), set()
     while missing:
         best = max(range(len(candidates)), key=lambda index: len(fields[index] & missing))
