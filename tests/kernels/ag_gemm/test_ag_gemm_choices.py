@@ -108,7 +108,6 @@ def test_ranks_may_choose_differently_in_each_call(rank, world, seed):
 
 @on_ranks(2)
 def test_what_is_fixed_is_not_tuned_and_ranks_may_fix_differently(rank):
-    """Fix other choices on each rank, in a tuned function: there is nothing left to tune but the kernel."""
     chosen = ({"consumer": "plain", "pieces": 3, "programs": 5}, {"consumer": "plain", "programs": 1})[rank]
     with GATHERING_ROWS.opened(rank, 64, 16, HALF, candidate=0, timeout_s=PATIENCE_S, **chosen) as op:
         step, errors = tuned_in_context(lambda: call_and_compare(op, 64, 24))

@@ -155,7 +155,6 @@ def test_no_stream_of_a_captured_call_waits_for_its_own_kernel(rank, runs, world
 
 @on_ranks(2)
 def test_a_peer_that_does_not_permit_a_captured_push_is_named_and_later_replays_do_not_wait(rank):
-    """Call as captured calls do, with a peer that never comes; and once more, as a replay would."""
     runs, op = SCATTERING_SUMS, opened(rank, SCATTERING_SUMS)
     if rank == 1:
         op.abandon()

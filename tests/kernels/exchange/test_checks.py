@@ -40,7 +40,6 @@ def stepping(how):
 @pytest.mark.parametrize("how", ["StepTuner", "run"])
 @on_ranks(2)
 def test_an_optimizer_takes_no_result_without_a_peer(rank, how):
-    """Let rank 1 miss a call; then make a step with what came out on rank 0."""
     SCATTERING_SUMS.begin(rank)
     op = GemmReduceScatter(16, 24, torch.float16)
     weight = torch.nn.Parameter(torch.zeros(2))

@@ -177,7 +177,6 @@ def test_a_session_tries_it_on_all_ranks_in_the_same_runs_and_the_winner_stands(
 @pytest.mark.filterwarnings("ignore:.*is tuned without is_dist=True")
 @on_ranks(2)
 def test_where_one_rank_tunes_or_knows_a_result_alone_nobody_makes_it(rank):
-    """Tune on rank 0 alone, then have rank 0 alone know a result."""
     begin(rank, 0)
     with GemmReduceScatter(32, 24, HALF, timeout_s=PATIENCE_S) as op:
         op._launch = mock.Mock(wraps=op._launch)
@@ -283,7 +282,6 @@ def test_what_stands_between_the_collectives_is_right_on_one_gpu(rank):
 @pytest.mark.parametrize(("world", "first"), [(2, 0), (3, NUMBERS - RING)])
 @on_ranks()
 def test_all_ranks_decide_alike_around_the_ring_and_where_numbers_begin_anew(rank, world, first):
-    """Ask at random, and late at random."""
     box, order, late = Ballots("test", None, PATIENCE_S), random.Random(first), random.Random(rank)
     box._call, box._rings[rank][first % RING] = first, first << 32
     dist.barrier()

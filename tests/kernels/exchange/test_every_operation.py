@@ -30,7 +30,6 @@ from operations import (
 @each(WITH_COLLECTIVES | OF_ONE_WAY)
 @on_ranks(2)
 def test_any_shape_type_layout_choice_and_candidate_is_right_and_nothing_beside_it_is_written(rank, runs):
-    """Have the shapes by turns in each type and with each kind of choices."""
     turns = zip(
         runs.shapes.items(), cycle((HALF, torch.bfloat16, torch.float32)), cycle(("any", "one", "same"))
     )

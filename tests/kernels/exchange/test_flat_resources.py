@@ -32,7 +32,6 @@ def held() -> tuple[int, int, int]:
 
 @on_ranks(2)
 def test_thousands_of_calls_leave_memory_threads_and_files_as_they_were(rank):
-    """Exchange chunks in 4,000 calls with tensors and shapes of their own; the kernel is left out."""
     GATHERING_ROWS.begin(rank)
     with AllGatherGemm(8, 16, HALF) as op:
         flags = op._pusher.flags

@@ -33,7 +33,6 @@ def opened(rank, runs):
 @each(EVERY)
 @on_ranks(2)
 def test_kernels_begin_when_all_peers_have_come(rank, runs):
-    """Let rank 1 come when rank 0 has: rank 0 is to launch when it sees it."""
     op, call = opened(rank, runs)
     with op:
         expected, came, seen = call().clone(), Path("came"), []

@@ -46,7 +46,6 @@ WRONG = {
 @pytest.mark.parametrize(("told", "options"), WRONG.values(), ids=WRONG)
 @on_ranks(3)
 def test_wrong_tokens_are_reported_by_name_on_every_rank(rank, runs, told, options):
-    """Let rank 0 be told wrong numbers, all others the right ones."""
     runs.begin(rank)
     op, right = runs.open(8, 16, **options), (4, 6, 5)
     ids = random_choices(right[rank], 3, 2)

@@ -194,7 +194,6 @@ def problems(draw):
 @given(problems(), st.booleans(), st.booleans())
 @settings(max_examples=20, deadline=None)
 def test_choices_are_sorted_and_the_tables_list_them(problem, by_first, are_all_here):
-    """Choices that are all here are sorted as those of one rank."""
     ids, experts, rank = problem
     first = rank if are_all_here else (rank + by_first) % len(ids)
     stages = 1 if are_all_here else None

@@ -55,7 +55,6 @@ def routed(op, own, tokens):
 
 @on_ranks(2)
 def test_a_rank_that_routes_where_another_calls_is_named_on_both(rank):
-    """Route on rank 0 and call on rank 1."""
     gathering.begin(rank)
     op = gathering.open(8, 16, HALF)
     op._patience_ticks = as_patience(5.0)

@@ -226,7 +226,6 @@ def test_layers_for_serving_refuse_gradients_and_go_on(rank):
 @in_workspaces(2)
 @torch.no_grad()
 def test_a_compiled_call_sees_one_operator(rank):
-    """The operator gives the shape, and the graph the sum."""
     factors = [(tensor_of(r, 5, 8, grad=False), tensor_of(r, WIDTH, 8, seed=1, grad=False)) for r in range(2)]
     (a, weight), bias = factors[rank], tensor_of(0, WIDTH, seed=2, grad=False)
     compiled = torch.compile(

@@ -269,7 +269,6 @@ def test_the_recipe_of_the_page_trains_a_model_as_plain_torch_does(rank):
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning")
 @in_workspaces(2)
 def test_a_head_split_by_the_vocabulary_gives_torchs_parallel_loss(rank):
-    """Split the head by the vocabulary, and let torch's loss_parallel make one loss of all tokens."""
     mesh, plain = dist.init_device_mesh("cpu", (2,)), alike_on_all_ranks(Transformer)
     model = parallelize(copy.deepcopy(plain), mesh, {**plan_of(1), "output": ColumnParallel(dim=1)})
     torch.manual_seed(0)

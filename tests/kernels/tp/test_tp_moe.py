@@ -69,7 +69,6 @@ def test_a_mixture_of_experts_trains_as_plain_torch(rank, world, how):
 
 @in_workspaces(2)
 def test_dropped_choices_count_nowhere_in_the_gradients(rank):
-    """Drop choices (-1) whose row, and weight, are NaN; compare all gradients with plain torch."""
     ops, name = torch.ops.dist_autotune, dist.group.WORLD.group_name
     shards = tensors_of_all(2, TOKENS, 8)
     weights, backs = tensors_of_all(2, 3, 16, 8, seed=1), tensors_of_all(2, 3, 8, 16, seed=2)

@@ -49,7 +49,6 @@ def test_the_operators_pass_torchs_own_checks(rank):
 
 @in_workspaces(2)
 def test_a_graph_keeps_every_call_that_peers_wait_for(rank):
-    """Trace each operator that meets peers, with a result that nobody reads."""
     ops, name = torch.ops.dist_autotune, dist.group.WORLD.group_name
     x, up, down = (tensor_of(0, *shape, grad=False) for shape in ((4, 8), (12, 8), (8, 12)))
     weight, ids = tensor_of(0, 3, 12, 8, grad=False), torch.zeros(4, 1, dtype=torch.int64)

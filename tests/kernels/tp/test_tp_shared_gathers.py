@@ -15,7 +15,6 @@ from dist_autotune.kernels.tp import ColumnParallel, RowParallel, parallelize
 
 @in_workspaces(2)
 def test_projections_of_one_input_share_a_gather_and_of_others_do_not(rank):
-    """Count the gathers of an attention whose three projections have one input, and give one another."""
     mesh, attention = dist.init_device_mesh("cpu", (2,)), alike_on_all_ranks(Attention)
     with torch.no_grad():
         wanted = attention(torch.cat([tensor_of(each, 1, 3, WIDTH) for each in range(2)], 1))
@@ -88,7 +87,6 @@ def test_a_projection_behind_one_without_gradients_has_its_own(rank, how):
 @pytest.mark.parametrize("how", ["in a call", "the call fails", "alone"])
 @in_workspaces(2)
 def test_a_product_that_nobody_reads_is_let_go_with_its_input(rank, how):
-    """Leave one of three projections unread, or fail before it."""
     failing = how == "the call fails"
 
     def fail(x):

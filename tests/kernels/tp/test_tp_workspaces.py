@@ -61,7 +61,6 @@ def test_a_group_that_was_made_anew_gets_a_workspace_of_its_own(rank):
 @pytest.mark.parametrize("kind", ["gather", "scatter", "first"])
 @in_workspaces(2)
 def test_ranks_with_other_rows_across_a_capacity_all_hear_of_it(rank, kind):
-    """Call with other numbers of rows on each rank, of which one has no room for its own."""
     up, down = tensor_of(0, 12, 8), tensor_of(0, 8, 12)
     # Rank 1 must grow: it asks before it would meet the other one, so longer than this test lasts.
     tp.reserve(8, 8, torch.float32, timeout_s=(1.5, 600.0)[rank])  # 8 rows of both ranks together
@@ -84,7 +83,6 @@ def test_ranks_with_other_rows_across_a_capacity_all_hear_of_it(rank, kind):
 
 @in_workspaces(2)
 def test_ranks_whose_peer_has_failed_release_with_it_and_begin_anew(rank, monkeypatch):
-    """Have the host of rank 1 fail in a call, between two other workspaces."""
     x, up = tensor_of(rank, 4, 8), tensor_of(0, 12, 8)
     tp.reserve(8, 16, torch.float32)
     wanted = tp.all_gather_matmul(x, up)
@@ -129,7 +127,6 @@ def test_a_device_without_a_number_is_the_current_one(monkeypatch):
 
 @in_workspaces(2)
 def test_a_capture_opens_nothing_and_keeps_what_it_uses_until_release(rank):
-    """Pretend that a stream is being captured, which the CPU cannot."""
     told = "RuntimeError: a captured call of 4 rows of 8 features in torch.float32 found {}"
     told += ": call once before the capture, or reserve() it"
     x, up = tensor_of(rank, 4, 8), tensor_of(0, 12, 8)
@@ -148,7 +145,6 @@ def test_a_capture_opens_nothing_and_keeps_what_it_uses_until_release(rank):
 
 @in_workspaces(2)
 def test_a_rank_that_captures_once_more_than_its_peer_grows_with_it(rank):
-    """Have rank 0 alone capture a call with rows, and one without."""
     x, up, name = tensor_of(rank, 4, 8), tensor_of(0, 12, 8), dist.group.WORLD.group_name
     tp.reserve(8, 8, torch.float32, timeout_s=5.0)
     tp.all_gather_matmul(x, up)
