@@ -221,6 +221,7 @@ class Session(SessionExchanges):
                 return order
             # Some ranks would have resumed a session that others have not: all drop it, and open anew.
             state.drop_searches()
+            self.function.group.leave()
 
     @contextlib.contextmanager
     def _run_apart(self) -> Iterator[None]:

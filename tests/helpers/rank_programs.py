@@ -96,6 +96,11 @@ def interrupt_when_waiting(waits: Exchanges) -> None:
     threading.Thread(target=interrupt, daemon=True).start()
 
 
+def left():
+    """Return the keys of ours that the store holds."""
+    return [key for key in dist.distributed_c10d._get_default_store().list_keys() if "autotune" in key]
+
+
 def settled_step(**options):
     """Return a settled function that launches the sizes in a list, one so far; its bench, and the list."""
     bench, sizes = Bench(), [64]

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from operation_runs import on_ranks
 from programs import environment_of_rank
-from rank_programs import TIMEOUT_S, Boom, ending, exchange, failing_step, raise_, tuned_step, wait_for
+from rank_programs import TIMEOUT_S, Boom, ending, exchange, failing_step, left, raise_, tuned_step, wait_for
 
 from dist_autotune.ranks import courier, questions
 from dist_autotune.ranks.group import GROUPS
@@ -43,11 +43,6 @@ def test_everything_that_was_started_for_a_group_ends_with_it(rank, held):
         kept.append(group if held else None)
     before, after = counts
     assert held or after <= before  # of a group that is held, torch keeps its own
-
-
-def left():
-    """Return the keys of ours that the store holds."""
-    return [key for key in dist.distributed_c10d._get_default_store().list_keys() if "autotune" in key]
 
 
 def test_the_store_holds_no_key_of_ours_behind_sessions_that_end_or_fail():
