@@ -105,14 +105,23 @@ class Witness:
 
 def check_endings(program: Program, ranks: list[VirtualRank], counts: Counter[str]) -> None:
     """Compare the ranks' calls, one after another."""
+    failed: dict[int, BaseException] = {}  # how each rank failed last
     for call in range(program.calls):
         endings = {rank.agreement.rank: r[call] for rank in ranks if len(r := rank.endings) > call}
+        now = {rank: ending.error for rank, ending in endings.items() if ending.error is not None}
+        failed = failed | now if program.options["mode"] == "online" else now  # told at the next exchange
         if len(endings) < len(ranks):
             counts["calls after a departure"] += 1
-        _check_call(program, call, endings, counts)
+        _check_call(program, call, endings, failed, counts)
 
 
-def _check_call(program: Program, call: int, endings: dict[int, Ending], counts: Counter[str]) -> None:
+def _check_call(
+    program: Program,
+    call: int,
+    endings: dict[int, Ending],
+    failed: dict[int, BaseException],
+    counts: Counter[str],
+) -> None:
     errors = {rank: ending.error for rank, ending in endings.items() if ending.error is not None}
     for error in errors.values():
         counts[type(error).__name__] += 1
@@ -155,7 +164,7 @@ def _check_call(program: Program, call: int, endings: dict[int, Ending], counts:
         if isinstance(error, AgreementTimeout):
             assert set(error.missing_ranks) <= culprits, f"rank {rank} gives up who is there: {error}"
         elif isinstance(error, PeerFailed):
-            peer = errors.get(error.rank)
+            peer = failed.get(error.rank)
             assert not isinstance(peer, PeerFailed | None), f"rank {rank}: {error}"
             assert type(peer).__name__ in error.error
         elif isinstance(error, OutOfResources):
