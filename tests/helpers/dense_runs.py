@@ -74,23 +74,6 @@ def call_as_captured(op: AllGatherGemm, *args: Any, **options: Any) -> torch.Ten
         return op(*args, **options)
 
 
-def call_and_compare(
-    op: AllGatherGemm, m: int, n: int, *, in_place: bool = False, group=None, call=AllGatherGemm.__call__
-) -> float:
-    """Return the error of one call with fresh inputs and an output full of NaN."""
-    k, dtype = op.shard.shape[1], op.shard.dtype
-    a_shard, weight = factors(m, n, k, dtype)
-    full = gathered_by_torch(a_shard, group)
-    out = torch.full((full.shape[0], n), float("nan"), dtype=dtype, device=a_shard.device)
-    if in_place:
-        op.shard[:m].copy_(a_shard)
-        a_shard = op.shard[:m]
-    returned = call(op, a_shard, weight, out)
-    assert returned is out
-    assert torch.equal(op.gathered, full)
-    return error_ratio(out, full, weight)
-
-
 OF_GATHERING = ((all_gather_gemm, CANDIDATES), (by_mail.exchange_shards, by_mail.CANDIDATES))
 
 
@@ -199,7 +182,11 @@ class GatheringRows(DenseRuns):
         return error_ratio(out, gathered_by_torch(a_shard, group), weight)
 
     def call_and_compare(self, op, rows, size, *shape, in_place=False, group=None, **options):
-        return call_and_compare(op, self.rows_of(rows), size, in_place=in_place, group=group)
+        operands = a_shard, weight = self.operands(op, rows, size)
+        full, out = gathered_by_torch(a_shard, group), self.new_out(op, rows, operands)
+        assert op(*self.given(op, operands, told=True, in_place=in_place), out) is out
+        assert torch.equal(op.gathered, full)
+        return error_ratio(out, full, weight)
 
 
 GATHERING_ROWS = GatheringRows()

@@ -1,17 +1,12 @@
-"""What GPU tests of several operations do: all shapes and candidates, replays of graphs among eager calls."""
+"""What GPU tests of several operations do: all shapes, and candidates that have all values."""
 
-import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from dist_autotune.kernels.exchange.operation import Operation
-
-REPLAYS = 40
 HALVES = (torch.float16, torch.bfloat16)
 ALL_CANDIDATES = False  # pytest's option --all-candidates sets it
 BLOCKS = (256, 1024, 4096)  # of a kernel that multiplies by a factor
@@ -83,36 +78,3 @@ def shapes_and_candidates(
     }
     cases["different candidates"] = lambda: run_candidate(rank)
     return cases
-
-
-@dataclass(frozen=True)
-class GraphCall:
-    """A call that can be replayed."""
-
-    call: Callable[[], object]
-    refresh: Callable[[], object]  # enqueues new inputs
-    tensors: tuple[torch.Tensor, ...]  # the output, then what its error is computed from
-
-
-def kept_from_replays_among_eager_calls(
-    rank: int, op: Operation, calls: Sequence[GraphCall], poison: Callable[[], object]
-) -> list[list[torch.Tensor]]:
-    """Return copies of the tensors of each call; no rank waits for another, or its host for the device."""
-    order, kept, graphs = random.Random(7), [], []
-    for each in calls:
-        each.call()  # loads the kernels
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1], capture_error_mode="thread_local"):
-            each.call()
-    poison()
-    for _ in range(REPLAYS):
-        if order.randrange(4) == rank:
-            torch.cuda._sleep(1_000_000)
-        which = order.randrange(len(calls))
-        eager = order.random() < 0.5
-        calls[which].refresh()
-        calls[which].tensors[0].fill_(float("nan"))
-        calls[which].call() if eager else graphs[which].replay()
-        kept.append([tensor.clone() for tensor in calls[which].tensors])
-    op.check()
-    return kept

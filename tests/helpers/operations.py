@@ -11,7 +11,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from gpu_cases import GraphCall, kept_from_replays_among_eager_calls
 from operation_runs import (
     ON_GPUS,
     delay_tasks,
@@ -330,21 +329,31 @@ def tuned_with_other_row_counts(rank, runs, rows=(40, 31), k=32, n=40):
         return errors, winners, taken, step.settled and len(step.report.contexts) == len(contexts)
 
 
-def graph_call(runs, op, rows, size, topk=2):
-    operands = runs.operands(op, rows, size, 8, topk)
-    out = runs.new_out(op, rows, operands)
-
-    def refresh():
-        for operand in operands[: runs.own_operands]:
-            operand.normal_() if operand.is_floating_point() else operand.random_(-1, 8)
-
-    return GraphCall(functools.partial(runs.call, op, operands, out, rows), refresh, (out, *operands))
-
-
 def replays_among_eager_calls(rank, runs, backend, **options):
+    """Call eagerly and replay, at random; no rank waits for another, or its host for the device."""
     runs.begin(rank)
+    order, calls, kept = random.Random(7), [], []
     of_operation, of_call = runs.sizes(128, 200)
     with runs.open(256, of_operation, backend=backend, timeout_s=60.0, **options) as op:
-        calls = [graph_call(runs, op, rows, of_call, topk) for rows, topk in (([256, 200], 2), ([70, 0], 3))]
-        kept = kept_from_replays_among_eager_calls(rank, op, calls, lambda: runs.poison(op))
+        for rows, topk in (([256, 200], 2), ([70, 0], 3)):
+            operands = runs.operands(op, rows, of_call, 8, topk)
+            tensors = runs.new_out(op, rows, operands), *operands
+            call = functools.partial(runs.call, op, operands, tensors[0], rows)
+            calls.append((call, torch.cuda.CUDAGraph(), tensors))
+        for call, graph, _ in calls:
+            call()  # loads the kernels
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                call()
+        runs.poison(op)
+        for _ in range(40):
+            if order.randrange(4) == rank:
+                torch.cuda._sleep(1_000_000)
+            call, graph, (out, *operands) = order.choice(calls)
+            is_eager = order.random() < 0.5
+            for operand in operands[: runs.own_operands]:
+                operand.normal_() if operand.is_floating_point() else operand.random_(-1, 8)
+            out.fill_(float("nan"))
+            call() if is_eager else graph.replay()
+            kept.append([tensor.clone() for tensor in (out, *operands)])
+        op.check()
         return [runs.error_ratio(*one) for one in kept]

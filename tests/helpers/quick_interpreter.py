@@ -27,9 +27,7 @@ def install() -> None:
     # Each value that a kernel computes has a type of its own, with texts that nobody reads: it is kept.
     core.block_type.__init__ = _types_of_blocks(core.block_type.__init__)
     core._type_for_tuple_values = _types_of_tuples(core._type_for_tuple_values)
-    interpreter._get_np_dtype = _numpy_types(interpreter._get_np_dtype)
     core.tensor.__init__ = _tensors(core.tensor.__init__)
-    interpreter.TensorHandle.__init__ = _handles()
     semantic = interpreter.TritonSemantic
     semantic.binary_op_type_checking_impl = _operands(semantic.binary_op_type_checking_impl)
     semantic.broadcast_impl_value = _broadcast(semantic.broadcast_impl_value)
@@ -85,20 +83,6 @@ def _integers(values: Sequence[Any]) -> tuple[int, ...] | None:
     return found if {*map(type, found)} <= {int} else None
 
 
-def _numpy_types(type_of: Any) -> Any:
-    kept: dict[str, Any] = {}
-
-    def type_once(kind: Any) -> Any:
-        scalar = kind.scalar
-        if type(scalar) is not core.dtype:
-            return type_of(kind)
-        if scalar.name not in kept:
-            kept[scalar.name] = type_of(kind)
-        return kept[scalar.name]
-
-    return type_once
-
-
 def _tensors(init: Any) -> Any:
     kept: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
@@ -112,20 +96,6 @@ def _tensors(init: Any) -> Any:
         else:
             self.handle, self.type, self.dtype = handle, type, type.scalar
             self.shape, self.numel = found
-
-    return init_once
-
-
-def _handles() -> Any:
-    check = interpreter.TensorHandle.__post_init__
-    most: dict[str, int] = {}  # bytes of an element that `check` has found right
-
-    def init_once(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
-        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
-        name = dtype.name
-        if data.itemsize > most.get(name, 0):
-            check(self)
-            most[name] = data.itemsize
 
     return init_once
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 from dense_runs import (
     GATHERING_ROWS,
-    call_and_compare,
     call_as_captured,
     choose_at_random,
     error_ratio,
@@ -40,7 +39,8 @@ def in_pieces(rank, pieces_of_rank):
     """Call with m that changes and is no multiple of anything, candidates that differ, and N that differs."""
     with GATHERING_ROWS.opened(rank, 77, 24, HALF, timeout_s=PATIENCE_S) as op:
         force(op, consumer="plain", pieces=pieces_of_rank[rank])
-        return [call_and_compare(op, m, 20 + 8 * rank, in_place=m == 61) for m in (77, 5, 61, 77)]
+        of_call = 20 + 8 * rank
+        return [GATHERING_ROWS.call_and_compare(op, [m], of_call, in_place=m == 61) for m in (77, 5, 61, 77)]
 
 
 def first_tiles_first(rank):
@@ -110,7 +110,7 @@ def test_ranks_may_choose_differently_in_each_call(rank, world, seed):
 def test_what_is_fixed_is_not_tuned_and_ranks_may_fix_differently(rank):
     chosen = ({"consumer": "plain", "pieces": 3, "programs": 5}, {"consumer": "plain", "programs": 1})[rank]
     with GATHERING_ROWS.opened(rank, 64, 16, HALF, candidate=0, timeout_s=PATIENCE_S, **chosen) as op:
-        step, errors = tuned_in_context(lambda: call_and_compare(op, 64, 24))
+        step, errors = tuned_in_context(lambda: GATHERING_ROWS.call_and_compare(op, [64], 24))
         step()
         weight = factors(64, 24, 16, HALF)[1]
         choice = op._choose(operands_of(op, weight, weight.new_empty(128, 24), 64))
