@@ -157,23 +157,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
     report = yield
-    _refuse_skip(report)
-    return report
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    report = yield
-    _refuse_skip(report)
-    return report
-
-
-def _refuse_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
     if IN_GPU_WORLD and report.skipped and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"skipped in the GPU world: {report.longrepr}"
+    return report
+
+
+pytest_make_collect_report = pytest_runtest_makereport
 
 
 # ---- nothing is left in the tree, no test meets another's files

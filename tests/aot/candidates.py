@@ -106,13 +106,13 @@ class _Context:
     compile: CompileState = field(default_factory=CompileState)
 
 
-def preflight(launch: Launch, deadline_s: float = math.inf, **options: Any) -> Preflight:
+def preflight(tuner: Any, *args: Any, **options: Any) -> Preflight:
     """Compile and load all candidates of a launch, as a rank does that waits for them."""
-    context = _Context()
+    context, launch = _Context(), Launch(tuner, args, {"grid": (1,), "warmup": False})
     no_guard = lambda context, candidate: contextlib.nullcontext()  # noqa: E731
     compiler = RankCompiler(CompileOptions(**options), no_guard)
     compiler.want(context, launch, launch.candidates())
-    ((_, counts),) = compiler.advance(time.monotonic() + deadline_s)
+    ((_, counts),) = compiler.advance(math.inf)
     return Preflight(context.bans, counts)
 
 

@@ -93,9 +93,7 @@ def tuned_kernel(tuner: Any, **options: Any) -> Any:
 
 
 def preflight(tuner: Any, *args: Any, **options: Any) -> Preflight:
-    args = args or arguments()
-    launch = Launch(tuner, args, {"grid": (1,), "warmup": False})
-    return preflight_launch(launch, **options)
+    return preflight_launch(tuner, *(args or arguments()), **options)
 
 
 # ---- what is compiled

@@ -12,17 +12,14 @@ import triton
 from candidates import GOOD, Compiler, Preflight, arrive, kernel, settle, tuned
 from candidates import preflight as preflight_launch
 
-from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, run_ranks
 
 BLOCKS = (16, 64, 128)
 
 
 def preflight(*blocks: int, **options: Any) -> Preflight:
-    tuner = kernel(*blocks)
     x, y = torch.zeros(1, dtype=torch.float16), torch.zeros(1)
-    launch = Launch(tuner, (x, y), {"grid": (1,)})
-    return preflight_launch(launch, **options)
+    return preflight_launch(kernel(*blocks), x, y, **options)
 
 
 def once_it_compiles(compiler: Compiler, block: int, action: Any) -> None:

@@ -57,15 +57,6 @@ def error_ratio(
     return ratio(out, wanted, (torch.finfo(out.dtype).eps + a.shape[1] ** 0.5 * EPS_32) * wanted)
 
 
-def poison(op: AllGatherGemm) -> None:
-    """Fill the gather buffer with NaN, so that whatever is read before it arrives shows."""
-    gathered = op._gather.local  # in fp8, elements and scales
-    gathered.fill_(255 if gathered.dtype == torch.uint8 else float("nan"))
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    dist.barrier()
-
-
 def call_as_captured(op: AllGatherGemm, *args: Any, **options: Any) -> torch.Tensor:
     """Do on the CPU what a captured call enqueues; GPUs capture graphs."""
     if op._facts.is_gpu:

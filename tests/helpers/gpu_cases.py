@@ -31,13 +31,13 @@ def scaled(kernel: Any, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def covering(candidates: Sequence[Any], without: Sequence[str] = ()) -> list[Any]:
-    """Return some of the candidates, in their order, that have every value of every other field between them.
+def covering_indices(candidates: Sequence[Any], without: Sequence[str] = ()) -> list[int]:
+    """Return where candidates are that have every value of every field but `without` between them.
 
     With --all-candidates, return all. Greedy: next is who has most of what is still missing.
     """
     if ALL_CANDIDATES:
-        return list(candidates)
+        return list(range(len(candidates)))
     fields = [
         {(name, repr(value)) for name, value in each.all_kwargs().items() if name not in without}
         for each in candidates
@@ -47,13 +47,12 @@ def covering(candidates: Sequence[Any], without: Sequence[str] = ()) -> list[Any
         best = max(range(len(candidates)), key=lambda index: len(fields[index] & missing))
         chosen.add(best)
         missing -= fields[best]
-    return [candidates[index] for index in sorted(chosen)]
+    return sorted(chosen)
 
 
-def covering_indices(candidates: Sequence[Any]) -> list[int]:
-    """Return where in `candidates` those of `covering` are."""
-    chosen = {id(each) for each in covering(candidates)}
-    return [index for index, each in enumerate(candidates) if id(each) in chosen]
+def covering(candidates: Sequence[Any], without: Sequence[str] = ()) -> list[Any]:
+    """Return those candidates."""
+    return [candidates[index] for index in covering_indices(candidates, without)]
 
 
 def shapes_and_candidates(

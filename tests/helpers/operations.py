@@ -147,7 +147,7 @@ class Runs(abc.ABC):
     def poison(self, op: Any) -> None:
         """Fill the buffers with NaN, so that whatever is read before it arrives shows."""
         for buffer in self.buffers(op):
-            buffer.fill_(float("nan"))
+            buffer.fill_(255 if buffer.dtype == torch.uint8 else float("nan"))  # of fp8 and its scales, too
         synchronize()
 
     @contextmanager

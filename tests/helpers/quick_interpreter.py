@@ -1,4 +1,4 @@
-"""Triton's interpreter without work that it does in vain at every step: kernels run in a third of the time.
+"""Triton's interpreter without work that it does in vain at every step: kernels run in half of the time.
 
 What kernels compute and what is refused stays the same; only tests use this. Programs that tests start as
 processes of their own run the interpreter as it is.
@@ -26,7 +26,6 @@ def install() -> None:
         interpreter.interpreter_builder.options = without
     # Each value that a kernel computes has a type of its own, with texts that nobody reads: it is kept.
     core.block_type.__init__ = _types_of_blocks(core.block_type.__init__)
-    core._type_for_tuple_values = _types_of_tuples(core._type_for_tuple_values)
     core.tensor.__init__ = _tensors(core.tensor.__init__)
     semantic = interpreter.TritonSemantic
     semantic.binary_op_type_checking_impl = _operands(semantic.binary_op_type_checking_impl)
@@ -61,20 +60,6 @@ def _types_of_blocks(init: Any) -> Any:
         vars(self).update(kept[key])
 
     return init_once
-
-
-def _types_of_tuples(type_of: Any) -> Any:
-    kept: dict[tuple[int, ...], Any] = {}
-
-    def type_once(values: Sequence[Any], fields: Any = None) -> Any:
-        integers = _integers(values)
-        if integers is None or fields is not None:
-            return type_of(values, fields)
-        if integers not in kept:
-            kept[integers] = type_of(values)
-        return kept[integers]
-
-    return type_once
 
 
 def _integers(values: Sequence[Any]) -> tuple[int, ...] | None:

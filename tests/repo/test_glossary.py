@@ -2,13 +2,13 @@
 
 import importlib
 import re
-from pathlib import Path
 
 import pytest
+from documents import page
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs/glossary.md").read_text()
-ROWS = re.findall(r"^\| ([a-z][a-z ]*) \| .* \| `([\w.]+)(?::(\w+))?` \|$", PAGE, re.MULTILINE)
+ROWS = re.findall(
+    r"^\| ([a-z][a-z ]*) \| .* \| `([\w.]+)(?::(\w+))?` \|$", page("docs/glossary.md"), re.MULTILINE
+)
 
 
 @pytest.mark.parametrize(("word", "module", "name"), ROWS, ids=[word for word, *_ in ROWS])

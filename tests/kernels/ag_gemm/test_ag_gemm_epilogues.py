@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from dense_runs import LANES, WAYS, WAYS_ON_GPUS, begin, call_in_lane, gathered_by_torch, opened, poison
+from dense_runs import GATHERING_ROWS, LANES, WAYS, WAYS_ON_GPUS, call_in_lane, gathered_by_torch, opened
 from epilogue_runs import error_ratio, quantized
 from operation_runs import GPU_BACKENDS, device, left_as_before, on_ranks, tuned_in_context
 from operations import factors
@@ -55,7 +55,7 @@ def every_ending(rank, way, lane, dtype):
     """Each rank has columns and an ending of its own; one of them has none."""
     errors = []
     with opened(19, 48 if dtype == FP8 else 24, dtype, **WAYS[way]) as op:
-        poison(op)
+        GATHERING_ROWS.poison(op)
         for call in range(len(ENDINGS)):
             bias_dtype, activation = ENDINGS[(call + rank) % len(ENDINGS)]
             n = columns_of(rank, activation)
@@ -78,7 +78,7 @@ CALLS = {  # by the number of ranks
 @pytest.mark.parametrize("world", CALLS)
 @on_ranks()
 def test_every_way_ends_with_each_rank_s_own_epilogue_and_scales(rank, world):
-    begin(rank)
+    GATHERING_ROWS.begin(rank)
     return {f"{call}": lambda call=call: every_ending(rank, *call) for call in CALLS[world]}
 
 
@@ -93,7 +93,7 @@ def rounded_once(rank, way, lane):
 @on_ranks(2)
 def test_the_sums_are_rounded_once_behind_the_epilogue(rank):
     """65536 alone is no float16."""
-    begin(rank)
+    GATHERING_ROWS.begin(rank)
     ways = itertools.product(WAYS, LANES)
     return {f"{way}, {lane}": lambda way=way, lane=lane: rounded_once(rank, way, lane) for way, lane in ways}
 
@@ -113,7 +113,7 @@ def without_scales(rank, way):
 
 @on_ranks(2)
 def test_rows_of_a_rank_that_passes_no_scales_count_as_they_are(rank):
-    begin(rank)
+    GATHERING_ROWS.begin(rank)
     return {way: lambda way=way: without_scales(rank, way) for way in WAYS}
 
 

@@ -2,13 +2,12 @@
 
 import copy
 import functools
-import re
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from documents import blocks, page
 from operation_runs import message_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -241,13 +240,10 @@ def test_a_plan_that_cannot_be_carried_out_raises_with_names(rank):
     assert isinstance(of_one.weight, DTensor)
 
 
-RECIPE = Path(__file__).parents[3] / "docs" / "tensor_parallel.md"
-
-
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:UserWarning:torch")
 @in_workspaces(4, candidate=0)
 def test_the_recipe_of_the_page_trains_a_model_as_plain_torch_does(rank):
-    program, *_ = re.findall(r"```python\n(.*?)```", RECIPE.read_text(), re.DOTALL)
+    program, *_ = blocks(page("docs/tensor_parallel.md"), "python")
     plain = alike_on_all_ranks(Transformer)
     given = {"device_type": "cpu", "dp": 2, "tp": 2, "model": copy.deepcopy(plain)}
     given["make_optimizer"] = functools.partial(torch.optim.SGD, lr=0.1)

@@ -159,7 +159,6 @@ def test_routers_of_other_models_and_shared_experts_train_as_plain_torch(rank, o
 
 @in_workspaces(2)
 def test_ranks_may_be_without_tokens_and_the_router_in_another_type(rank):
-    """Build under no_grad; call without tokens, and with a router in float32 before experts in bfloat16."""
     mesh = dist.init_device_mesh("cpu", (2,))
     router, experts = plain_experts(16)
     rounded = [tuple(copy.deepcopy(layer).bfloat16() for layer in expert) for expert in experts]
