@@ -28,6 +28,7 @@ from .function_state import FunctionRanks, FunctionState
 from .recorder import contexts_from_cache
 from .report import FunctionReports, TuningReport
 from .session import Session
+from .session_exchanges import PATIENCE_S
 from .settled_calls import SettledCalls
 
 T = TypeVar("T")
@@ -50,6 +51,7 @@ class Calls:
         self._reports = FunctionReports()
         self._settled = SettledCalls(name, options, self._note)
         self._wants_session = True  # the next call opens one
+        self._is_agreed = False  # that, by all ranks: those that make no further call are not waited for
         self._changes_arguments = False  # a run takes a container apart that it was given
         self._is_to_retune = False  # the next call that all ranks take up tunes anew
         self._is_retuning = False  # the session under way ignores results; so does the next one if it fails
@@ -135,19 +137,17 @@ class Calls:
 
     @contextlib.contextmanager
     def _settled_step(self, state: FunctionState, asks_nobody: bool) -> Iterator[None]:
-        call, calls = self._begin_settled(state, asks_nobody), INTERCEPTION.calls
+        call = self._begin_settled(state, asks_nobody)
         place = PROGRAM if self._is_program else get_ident()
-        calls[place] = call
-        try:
-            with self._settled.watched(state):
-                yield
-        except BaseException as error:
-            self._settled.end_failed(state, error, asks_nobody=asks_nobody)
-            raise
-        finally:
-            if place in calls and calls[place] is call:  # no call of a function, as in `_settled_call`
-                del calls[place]
-        self._wants_session |= self._end_settled(state, call, asks_nobody)
+        with self._settled.under_way(state, call, place, asks_nobody=asks_nobody):
+            yield
+        if self._end_settled(state, call, asks_nobody):
+            self._open_next(state)
+
+    def _open_next(self, state: FunctionState) -> None:
+        """Let the next call open a session, as all ranks have agreed."""
+        self._wants_session = self._is_agreed = True
+        state.function.group.mark_idle(between_calls=True)
 
     def _settled_call(self, state: FunctionState, thunk: Callable[[], T], asks_nobody: bool) -> T:
         call, calls, thread = self._begin_settled(state, asks_nobody), INTERCEPTION.calls, get_ident()
@@ -170,10 +170,11 @@ class Calls:
         self._settled.drop_unrepeatable(call, thunk)
         if not self._end_settled(state, call, asks_nobody):
             return result
-        is_alone, is_online = state.function.is_alone, self._options.mode == "online"
-        self._wants_session |= is_alone or is_online  # else this call's: other threads' go on as settled
-        if is_online:
+        if self._options.mode == "online":
+            self._open_next(state)
             return result
+        is_alone = state.function.is_alone
+        self._wants_session |= is_alone  # else this call's: other threads' go on as settled
         # What this run has changed, or shown to the caller's autograd hooks, is not undone: its result stays.
         is_kept = bool(self._options.preserve) or call.changes_tensors or saved_tensor_hooks() is not None
         with contextlib.ExitStack() as turn:
@@ -193,14 +194,11 @@ class Calls:
 
     def _end_settled(self, state: FunctionState, call: CallUnderWay, asks_nobody: bool) -> bool:
         """Return whether a session is opened for new keys of a settled call, by all ranks alike."""
-        if call.new is None:
+        try:
             return self._settled.end(state, call, asks_nobody=asks_nobody)
-        with INTERCEPTION.standing_by(INCUMBENTS):
-            try:
-                return self._settled.end(state, call, asks_nobody=asks_nobody)
-            except BaseException:  # Ctrl-C while it asks
-                self._wants_session |= state.call_count is not None and state.call_count.has_opened
-                raise
+        except BaseException:  # Ctrl-C while it asks
+            self._wants_session |= state.call_count is not None and state.call_count.has_opened
+            raise
 
     def _replay(
         self,
@@ -294,17 +292,24 @@ class Calls:
         """Take the turn on all ranks; raises PutAside where peers do not go on with a session."""
         state, session = self.state, self._session
         timeout_s = self._options.timeout_s if state is None else state.function.timeout_s
-        patience_s = math.inf if session is None else session.patience_s
+        patience_s = PATIENCE_S if self._is_agreed else math.inf
+        if session is not None:
+            patience_s = session.patience_s
         wait = ExchangeWait(f"the opening of a session of {self._name}", timeout_s, patience_s)
         group.mark_idle(between_calls=False)
         try:
             return group.take_turn(turn, wait)
         except PutAside as error:
-            assert session is not None
-            session.put_aside(error)
-            self._keep_if_over()
-            group.mark_idle(between_calls=self._session is not None)
+            if session is not None:
+                session.put_aside(error)
+                self._keep_if_over()
+            elif state is not None and self._settled.give_up_opening(state, error):
+                self._wants_session = self._is_agreed = False
+            self._mark_idle(group)
             raise
+
+    def _mark_idle(self, group: RankGroup) -> None:
+        group.mark_idle(between_calls=self._session is not None or self._is_agreed)
 
     def _begin_settled(self, state: FunctionState, asks_nobody: bool) -> CallUnderWay:
         """Return the launches of a settled call. asks_nobody: new keys in it ask for no session."""
@@ -336,14 +341,14 @@ class Calls:
             raise
         finally:
             self._keep_if_over()
-            group.mark_idle(between_calls=self._session is not None)
+            self._mark_idle(group)
 
     def _new_session(self, state: FunctionState) -> Session:
         tunes = state.function.tunes
         if tunes:
             diagnosis.warn_of_ranks_alone(self._name, is_dist=self._options.is_dist)
         state.known.ignores_known = self._is_retuning and tunes
-        self._wants_session = True
+        self._wants_session, self._is_agreed = True, False
         self._settled.begin_session()
         return Session(state, self._options.log_path, is_of_program=self._is_program)
 
@@ -354,10 +359,12 @@ class Calls:
             return
         self._keep_report(session)
         self._wants_session = session.wants_another
+        self._is_agreed = self._wants_session and not session.has_failed
         if session.left_because:
             self._settled.leave_untuned(session.left, session.left_because, stops=bool(session.in_place))
         if session.retunes:
             self._wants_session, self._is_retuning, self._is_to_retune = True, True, False
+            self._is_agreed = True
             return
         self._is_retuning &= session.has_failed or not session.state.known.ignores_known
         if not self._wants_session:

@@ -6,21 +6,23 @@ import collections
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from threading import get_ident
 from typing import Any
 
-from ..errors import NotRepeatable, NotTuned
+from ..errors import NotRepeatable, NotTuned, PutAside
 from ..formatting import described
-from ..launch.fast_path import CallUnderWay
+from ..launch.fast_path import INCUMBENTS, CallUnderWay
 from ..launch.rank_context import RankContext
 from ..options import Options
 from ..ranks.questions import Answer, CallCount
 from ..ranks.watchdog import Watch
 from ..repeats.arguments import Arguments
+from ..triton_api.interception import INTERCEPTION
 from . import diagnosis
 from .function_state import FunctionState
+from .session_exchanges import MOST_ASIDES
 
 SELDOM = (
     "{} launches it too seldom to try its configs. Decorate the function that launches it, such as an "
@@ -44,6 +46,7 @@ class SettledCalls:
         self._has_unshared = False  # results that no session has shared: this rank asks before its next call
         self._told_of = ""  # the session after which stderr has a line
         self._met: collections.Counter[str] = collections.Counter()  # online: in how many settled calls
+        self._asides = 0  # openings in a row to which peers have not come
 
     @property
     def untuned(self) -> tuple[tuple[str, Any, str], ...]:
@@ -77,7 +80,17 @@ class SettledCalls:
         self._stopped = ""
         self._untuned.clear()
         self._asked.clear()
-        self._unanswered, self._has_unshared = 0, False
+        self._unanswered, self._has_unshared, self._asides = 0, False, 0
+
+    def give_up_opening(self, state: FunctionState, error: PutAside) -> bool:
+        """Note that peers have not come to open a session; return whether its keys stay untuned for that."""
+        self._asides += 1
+        if self._asides == 1:
+            diagnosis.write_stuck(self._note, f"{self._name}: {error}. The next call goes on.")
+        if self._asides < MOST_ASIDES:
+            return False
+        self.leave_untuned(state.registry.untuned(), f"{error}, {MOST_ASIDES} times in a row")
+        return True
 
     def begin(self, state: FunctionState, *, retunes: bool) -> bool:
         """Begin a call of several ranks; return whether all open a session in it. retunes: this one is to.
@@ -137,7 +150,8 @@ class SettledCalls:
     def _ask(
         self, state: FunctionState, count: CallCount, number: int, asking: Collection[RankContext]
     ) -> bool:
-        answer = count.ask(number)
+        with INTERCEPTION.standing_by(INCUMBENTS):
+            answer = count.ask(number)
         self._asked.update(context.name for context in asking)
         if not answer.opens:
             self.leave_untuned(asking, answer.reason)
@@ -158,6 +172,23 @@ class SettledCalls:
         if isinstance(error, NotTuned) and not state.has_refused:
             state.has_refused = True  # each time costs the peers an exchange
             function.group.fail(error)
+
+    @contextlib.contextmanager
+    def under_way(
+        self, state: FunctionState, call: CallUnderWay, place: str | int, *, asks_nobody: bool
+    ) -> Iterator[None]:
+        """Make the block a settled call, at its place among those of the process."""
+        calls = INTERCEPTION.calls
+        calls[place] = call
+        try:
+            with self.watched(state):
+                yield
+        except BaseException as error:
+            self.end_failed(state, error, asks_nobody=asks_nobody)
+            raise
+        finally:
+            if place in calls and calls[place] is call:  # not in a child that was forked in the call
+                del calls[place]
 
     def watched(self, state: FunctionState) -> AbstractContextManager[None]:
         """Watch a call in the strict mode, where a peer that refuses a launch fails its next exchange."""

@@ -6,10 +6,10 @@ import time
 import pytest
 import torch.distributed as dist
 from kernels_for_tests import Bench, launch, numbers, records
-from rank_programs import TIMEOUT_S, blocks_of, tune, tuned_step
+from rank_programs import TIMEOUT_S, blocks_of, settled_step, tune, tuned_step
 
 from dist_autotune.ranks import questions
-from dist_autotune.tuner import session_exchanges
+from dist_autotune.tuner import calls, session_exchanges
 from ranks import assert_all_ok, meet, run_ranks
 
 WAIT_S = session_exchanges.PATIENCE_S + 2.0  # on a busy machine
@@ -18,7 +18,8 @@ WAIT_S = session_exchanges.PATIENCE_S + 2.0  # on a busy machine
 @pytest.fixture
 def short_patience(monkeypatch, quick_heartbeats):
     """Let ranks wait briefly for peers that make no call, however long a run takes on a busy machine."""
-    monkeypatch.setattr(session_exchanges, "PATIENCE_S", 0.5)
+    for each in (session_exchanges, calls):
+        monkeypatch.setattr(each, "PATIENCE_S", 0.5)
     monkeypatch.setattr(session_exchanges, "PATIENCE_RUNS", 0)
     monkeypatch.setattr(questions, "ANSWER_S", 0.5)
 
@@ -81,3 +82,22 @@ def test_after_three_calls_in_a_row_the_keys_stay_untuned_until_all_meet_again()
     assert zero[0] < 8 * WAIT_S
     assert zero[1:] == (True, [64], True)
     assert one == (0, False, [], True)
+
+
+@pytest.mark.usefixtures("short_patience")
+def test_so_they_do_where_all_ranks_have_agreed_on_a_session_that_one_of_them_never_comes_to():
+    def program(rank):
+        step, _, sizes = settled_step(mode="online")
+        sizes[:] = [96]
+        step()
+        took_s = []
+        for _ in range(5 if rank == 0 else 0):
+            began = time.monotonic()
+            step()
+            took_s.append(time.monotonic() - began)
+        meet()
+        return max(took_s, default=0.0) < WAIT_S, step.settled, [key[0] for _, key, _ in step.untuned]
+
+    results = run_ranks(program, 2, timeout_s=4 * TIMEOUT_S)
+    assert assert_all_ok(results) == [(True, True, [96]), (True, False, [])]
+    assert re.search("opening of a session of .* for no rank. The next call goes on.", results[0].stderr)
