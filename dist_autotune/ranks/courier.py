@@ -193,8 +193,13 @@ def _cloned(store: Any) -> Any:
 
 
 def peek(store: Any, key: str) -> bytes:
-    """Return a key's value; b"": it has none. `get` would wait for one that a peer deletes meanwhile."""
-    value = bytes(store.compare_set(key, _ABSENT, _ABSENT))  # which changes nothing
+    """Return a key's value; b"": it has none. `get` would wait for one that a peer deletes meanwhile.
+
+    `compare_set` changes nothing then, but wakes who waits for a key that is not there: it would read b"".
+    """
+    if not store.check([key]):
+        return b""
+    value = bytes(store.compare_set(key, _ABSENT, _ABSENT))
     return b"" if value == _ABSENT.encode() else value
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from rank_programs import SHORT_S, SOON_S, ending, exchange, wait_for
 
 from dist_autotune import AgreementTimeout
 from dist_autotune.ranks import exchange as exchange_module
-from dist_autotune.ranks.courier import OPERATION_S
+from dist_autotune.ranks.courier import OPERATION_S, peek
 from dist_autotune.ranks.group import GROUPS
 from ranks import assert_all_ok, describe, meet, run_ranks
 
@@ -73,7 +74,17 @@ def test_a_value_that_a_peer_deletes_when_it_has_been_found_is_not_waited_for():
 
     (store := Vanishing()).set_timeout(datetime.timedelta(seconds=SHORT_S))
     store.set("7/beats", "2")
-    assert exchange_module._count(store, "7/beats") == 2
+    assert peek(store, "7/beats") == b""
+
+
+def test_a_look_at_a_value_that_is_not_there_yet_wakes_nobody_who_waits_for_it():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    waits = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    with ThreadPoolExecutor() as pool:
+        found = pool.submit(waits.get, "7")
+        assert not any(peek(server, "7") for _ in range(1000))
+        server.set("7", "order")
+        assert found.result() == b"order"
 
 
 def test_heartbeats_extend_the_deadline_at_most_tenfold(quick_heartbeats, monkeypatch):
