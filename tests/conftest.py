@@ -152,6 +152,22 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         # count eight; counted after one, autograd would then refuse every forked rank.
         sys.modules["torch"].ones((), requires_grad=True).backward()
 
+        import huge_pages
+
+        huge_pages.collapse()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    from frame_room import with_room
+
+    function = pyfuncitem.obj
+    pyfuncitem.obj = functools.partial(with_room, function)
+    try:
+        return (yield)
+    finally:
+        pyfuncitem.obj = function
+
 
 # ---- in the GPU world a skip is a failure: a machine rented for the tests must have run them
 

@@ -32,6 +32,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from frame_room import with_room
 from process_states import let_them_tell
 
 Init = Literal["file", "tcp", "none"]
@@ -287,7 +288,7 @@ def _become_rank(job: _Job, rank: int) -> None:
     try:
         _join(job, rank)
         started = time.monotonic()
-        value = job.fn(rank, *job.args)
+        value = with_room(job.fn, rank, *job.args)
         report = {"elapsed_s": time.monotonic() - started, "value": value}
     except BaseException as error:
         exitcode = _exitcode(error)
