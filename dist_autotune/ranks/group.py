@@ -64,7 +64,7 @@ class RankGroup:
         """Tell the peers that this rank does not reach the exchange it is due at."""
 
     def mark_idle(self, *, between_calls: bool) -> None:
-        """Let the peers know while this rank has a session open and is in no call of it; False: no longer."""
+        """Let the peers know while this rank is between calls of a session, or before an agreed one."""
 
     def leave(self) -> None:
         """Delete the keys that the last exchange left in the store; all ranks call it after a session."""

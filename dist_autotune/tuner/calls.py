@@ -52,6 +52,7 @@ class Calls:
         self._settled = SettledCalls(name, options, self._note)
         self._wants_session = True  # the next call opens one
         self._is_agreed = False  # that, by all ranks: those that make no further call are not waited for
+        self._patience_s = PATIENCE_S  # there, by the runs of the last session
         self._changes_arguments = False  # a run takes a container apart that it was given
         self._is_to_retune = False  # the next call that all ranks take up tunes anew
         self._is_retuning = False  # the session under way ignores results; so does the next one if it fails
@@ -292,7 +293,8 @@ class Calls:
         """Take the turn on all ranks; raises PutAside where peers do not go on with a session."""
         state, session = self.state, self._session
         timeout_s = self._options.timeout_s if state is None else state.function.timeout_s
-        patience_s = PATIENCE_S if self._is_agreed else math.inf
+        is_agreed = self._is_agreed and not self.group_has_changed()
+        patience_s = self._patience_s if is_agreed else math.inf
         if session is not None:
             patience_s = session.patience_s
         wait = ExchangeWait(f"the opening of a session of {self._name}", timeout_s, patience_s)
@@ -304,7 +306,7 @@ class Calls:
                 session.put_aside(error)
                 self._keep_if_over()
             elif state is not None and self._settled.give_up_opening(state, error):
-                self._wants_session = self._is_agreed = False
+                self._wants_session = self._is_agreed = self._is_retuning = False
             self._mark_idle(group)
             raise
 
@@ -360,6 +362,8 @@ class Calls:
         self._keep_report(session)
         self._wants_session = session.wants_another
         self._is_agreed = self._wants_session and not session.has_failed
+        if session.patience_s < math.inf:
+            self._patience_s = session.patience_s
         if session.left_because:
             self._settled.leave_untuned(session.left, session.left_because, stops=bool(session.in_place))
         if session.retunes:
@@ -397,7 +401,7 @@ class Calls:
         if known is None or known.function.group.shared is not group or known.function.mode != mode:
             known = self._ranks.new_state(self._function, mode, self._note, self._settled.watch)
             self.close()
-            self.state, self._wants_session = known, True
+            self.state, self._wants_session, self._is_agreed = known, True, False
         return known
 
     def group_has_changed(self) -> bool:

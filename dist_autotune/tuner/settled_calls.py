@@ -83,13 +83,18 @@ class SettledCalls:
         self._unanswered, self._has_unshared, self._asides = 0, False, 0
 
     def give_up_opening(self, state: FunctionState, error: PutAside) -> bool:
-        """Note that peers have not come to open a session; return whether its keys stay untuned for that."""
+        """Note that peers have not come to open a session; return whether none is to be opened."""
         self._asides += 1
         if self._asides == 1:
             diagnosis.write_stuck(self._note, f"{self._name}: {error}. The next call goes on.")
         if self._asides < MOST_ASIDES:
             return False
-        self.leave_untuned(state.registry.untuned(), f"{error}, {MOST_ASIDES} times in a row")
+        self._asides = 0
+        text = f"{error}, {MOST_ASIDES} times in a row"
+        diagnosis.write_stuck(
+            self._note, f"{self._name}: {text}. No session is opened; retune() asks for one."
+        )
+        self.leave_untuned(state.registry.untuned(), text)
         return True
 
     def begin(self, state: FunctionState, *, retunes: bool) -> bool:

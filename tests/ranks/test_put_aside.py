@@ -101,3 +101,4 @@ def test_so_they_do_where_all_ranks_have_agreed_on_a_session_that_one_of_them_ne
     results = run_ranks(program, 2, timeout_s=4 * TIMEOUT_S)
     assert assert_all_ok(results) == [(True, True, [96]), (True, False, [])]
     assert re.search("opening of a session of .* for no rank. The next call goes on.", results[0].stderr)
+    assert "3 times in a row. No session is opened" in results[0].stderr
