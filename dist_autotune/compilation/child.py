@@ -31,7 +31,7 @@ class Ending:
     """How work ended. Without a `reason` this process goes on: it loads the binary, or meets the error."""
 
     reason: str = ""  # why the candidate cannot be compiled
-    result: Any = None  # of the work
+    result: Any = None  # of the work, if it is cut off
 
 
 class Child:

@@ -7,7 +7,6 @@ others' shares.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import time
@@ -148,14 +147,6 @@ class _Waiting:
     counts: CompileCounts
     device: int  # of its first launch
     began: float
-
-
-def _compile(compilation: Compilation) -> str:
-    """Compile in a worker, unless a peer has since the work was given to it; return who has."""
-    if has_binary(compilation.key):
-        return FROM_PEERS
-    compilation.compile()
-    return COMPILED
 
 
 class Compiler:
@@ -304,7 +295,7 @@ class Compiler:
     def _look_at(self, child: Child, tasks: list[_Task], *, looks: bool) -> None:
         for place, ending in child.poll():
             if tasks[place].child is child:
-                self._end(tasks[place], FAILED if ending.reason else ending.result or COMPILED, ending.reason)
+                self._end(tasks[place], FAILED if ending.reason else COMPILED, ending.reason)
         if not child.is_over and child.stands_still():
             child.kill()
         if child.is_over:
@@ -340,7 +331,7 @@ class Compiler:
             tasks = [task for task in tasks if not task.is_compiled]
             options = self._options
             work = Work(
-                pieces=[functools.partial(_compile, task.compilation) for task in tasks],
+                pieces=[task.compilation.compile for task in tasks],
                 limit_s=options.limit_s,
                 workers=lambda own: min(workers, options.workers_now(own)),
                 yields=options.in_background,

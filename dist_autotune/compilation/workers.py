@@ -48,8 +48,8 @@ class Work:
 
     limit_s: what a piece may compute, and how long it may last; ten times as long if it yields.
     workers: returns how many there may be, given how many there are. is_cut_off: the work is a user's hook,
-    which has no file or socket and can open none. yields: it gets little time on the cores. moves: where one
-    of these stands still, all end: a process that is forked later may do them.
+    which has no file or socket and can open none; its result is told. yields: it gets little time on the
+    cores. moves: where one of these stands still, all end: a process that is forked later may do them.
     """
 
     pieces: Sequence[Callable[[], Any]]
@@ -206,7 +206,7 @@ class Foreman:
         if said := os.pread(2, STDERR_BYTES, 0):
             os.write(self._stderr, said)
             os.ftruncate(2, 0)
-        self._tell(place, reason, result)
+        self._tell(place, reason, result if self._work.is_cut_off else None)
 
 
 def crash_text(what: str, code: int | None, stderr: str) -> str:

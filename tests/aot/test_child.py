@@ -126,7 +126,7 @@ def test_where_workers_are_refused_fewer_compile_and_none_is_banned(monkeypatch,
 
     monkeypatch.setattr(os, "fork", refusing)
     few = child(*[list] * 3, workers=lambda own: 2)
-    assert sorted(endings(few)) == [(place, Ending(result=[])) for place in range(told)]
+    assert sorted(endings(few)) == [(place, Ending()) for place in range(told)]
     assert few.why_left == ("" if told else NO_FORK)
 
 
@@ -138,7 +138,7 @@ def test_what_ends_a_worker_that_has_told_is_no_ending(monkeypatch):
 
     rank, tell = os.getpid(), workers.Foreman._tell
     monkeypatch.setattr(workers.Foreman, "_tell", tells_and_dies)
-    assert endings(child(list, list)) == [(0, Ending(result=[])), (1, Ending(result=[]))]
+    assert endings(child(list, list)) == [(0, Ending()), (1, Ending())]
 
 
 def test_a_child_that_is_paused_is_not_late():
@@ -176,7 +176,7 @@ def test_no_garbage_is_collected_in_a_child_even_when_it_is_due(monkeypatch):
     thresholds = gc.get_threshold()
     try:
         gc.set_threshold(1, 1000, 1000)  # a collection is due with each object that is made
-        assert ending(list) == Ending(result=[])
+        assert ending(list) == Ending()
         assert gc.isenabled()
     finally:
         gc.set_threshold(*thresholds)

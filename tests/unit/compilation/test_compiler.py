@@ -93,7 +93,7 @@ class World:
 
     def _make(self, work: Work) -> FakeChild:
         self.is_in_child = True
-        keys = [each.args[0].compile() for each in work.pieces]
+        keys = [each() for each in work.pieces]
         self.is_in_child = False
         assert work.yields
         self.workers, self.moves = work.workers(0), [keys[place] for place in work.moves]
